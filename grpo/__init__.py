@@ -1,0 +1,1 @@
+"""GRPO from scratch: scenarios -> episodes -> tokens with a loss mask -> log-probs -> one loss."""
