@@ -7,10 +7,10 @@ Where a value comes from, strongest first: command-line flag, environment variab
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import tyro
@@ -28,18 +28,16 @@ class ModelConfig:
     model: str = "tiny"
     """`tiny` (bundled), a Hugging Face causal LM folder, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and activations. auto: float32 on a CPU, bfloat16 on a GPU."""
+    """Compute type (weights stay float32). auto: float32 on a CPU, bfloat16 on a GPU."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
-    trust_remote_code: bool = False
-    """Run Python code that ships with the model. Off unless asked for."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["auto", "torch", "vllm"] = "auto"
+    engine: Literal["auto", "torch"] = "auto"
     """Sampler. auto: torch (in process)."""
     prompts_per_step: int = 4
     """Scenarios (groups) per step, P."""
@@ -99,8 +97,6 @@ class OptimConfig:
     """Linear warm-up from 0."""
     weight_decay: float = 0.0
     """AdamW weight decay on matrices."""
-    adam_beta2: float = 0.999
-    """AdamW's second-moment decay (the first is 0.9)."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm."""
     num_iterations: int = 1
@@ -139,11 +135,135 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All knobs of a training run."""
+    """All knobs of a training run, by concern."""
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
-    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
-    rollout: Annotated[RolloutConfig, tyro.conf.arg(name="")] = field(default_factory=RolloutConfig)
-    loss: Annotated[LossConfig, tyro.conf.arg(name="")] = field(default_factory=LossConfig)
-    optim: Annotated[OptimConfig, tyro.conf.arg(name="")] = field(default_factory=OptimConfig)
-    eval: Annotated[EvalConfig, tyro.conf.arg(name="")] = field(default_factory=EvalConfig)
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    model: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
+    rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
+    loss: tyro.conf.OmitArgPrefixes[LossConfig] = field(default_factory=LossConfig)
+    optim: tyro.conf.OmitArgPrefixes[OptimConfig] = field(default_factory=OptimConfig)
+    eval: tyro.conf.OmitArgPrefixes[EvalConfig] = field(default_factory=EvalConfig)
+
+    def flat(self) -> dict[str, object]:
+        """Every knob by its flag's name (underscores), as `config.json` holds them."""
+        return {
+            knob.name: getattr(getattr(self, concern.name), knob.name)
+            for concern in dataclasses.fields(self)
+            for knob in dataclasses.fields(getattr(self, concern.name))
+        }
+
+    def with_values(self, values: dict[str, object]) -> "Config":
+        """A copy with the knobs in `values` (flat names) replaced. Raises UsageError for an unknown name."""
+        unknown = set(values) - set(self.flat())
+        if unknown:
+            raise UsageError(f"unknown setting {sorted(unknown)[0]!r}")
+        changed = {}
+        for concern in dataclasses.fields(self):
+            part = getattr(self, concern.name)
+            names = {knob.name for knob in dataclasses.fields(part)}
+            changed[concern.name] = dataclasses.replace(part, **{k: v for k, v in values.items() if k in names})
+        return Config(**changed)
+
+
+# A recipe pins every semantic that makes a run comparable; what it leaves out is the default above.
+RECIPES: dict[str, dict[str, object]] = {
+    "tiny": dict(
+        model="tiny", beta=0.2, learning_rate=1e-4, lr_schedule="cosine", warmup_steps=10, num_steps=300,
+        prompts_per_step=4, num_generations=8, max_completion_len=320, temperature=1.0, top_p=1.0,
+        loss_type="grpo", kl_estimator="k3", epsilon=0.2, scale_rewards="group", num_iterations=1,
+        max_grad_norm=1.0, rubric="card",
+    ),
+    # The published run 4: KL-anchored, two groups of four episodes a step, learning rate decaying to ~0.
+    "clarify-run4": dict(
+        model="Qwen/Qwen3-1.7B", beta=0.2, learning_rate=5e-7, lr_schedule="cosine", warmup_steps=10, num_steps=300,
+        prompts_per_step=2, num_generations=4, max_completion_len=768, temperature=1.0, top_p=1.0,
+        loss_type="grpo", kl_estimator="k3", epsilon=0.2, scale_rewards="group", num_iterations=1,
+        max_grad_norm=1.0, rubric="gated",
+    ),
+    # The published run 1: no anchor, the smaller model.
+    "clarify-run1": dict(
+        model="Qwen/Qwen3-0.6B", beta=0.0, learning_rate=1e-6, lr_schedule="cosine", warmup_steps=10, num_steps=300,
+        prompts_per_step=2, num_generations=4, max_completion_len=768, temperature=1.0, top_p=1.0,
+        loss_type="grpo", kl_estimator="k3", epsilon=0.2, scale_rewards="group", num_iterations=1,
+        max_grad_norm=1.0, rubric="gated",
+    ),
+}  # fmt: skip
+
+ENVIRONMENT_VARIABLES = {
+    "BETA": ("beta", float),
+    "LEARNING_RATE": ("learning_rate", float),
+    "NUM_STEPS": ("num_steps", int),
+    "NUM_GENERATIONS": ("num_generations", int),
+    "MAX_COMPLETION_LEN": ("max_completion_len", int),
+    "BASE_MODEL": ("model", str),
+}
+
+
+def parse(args: list[str], env: dict[str, str] | None = None) -> Config:
+    """The configuration of `train.py ARGS`. Raises UsageError; exits with code 2 where a flag does not parse."""
+    env = dict(os.environ) if env is None else env
+    recipe = _recipe_name(args)
+    values = dict(RECIPES[recipe]) | {"recipe": recipe}
+    for variable, (name, kind) in ENVIRONMENT_VARIABLES.items():
+        if env.get(variable, "") != "":
+            try:
+                values[name] = kind(env[variable])
+            except ValueError:
+                raise UsageError(f"{variable}={env[variable]!r}: must be {kind.__name__}") from None
+    config = tyro.cli(
+        Config,
+        args=args,
+        default=Config().with_values(values),
+        prog="train.py",
+        description="Train a language model with GRPO to ask before it acts.",
+    )
+    config = config.with_values({"recipe": recipe})
+    validate(config)
+    return config
+
+
+def _recipe_name(args: list[str]) -> str:
+    """The recipe is read before the other flags, because it sets their defaults."""
+    name = "auto"
+    for i, arg in enumerate(args):
+        if arg == "--recipe" and i + 1 < len(args):
+            name = args[i + 1]
+        elif arg.startswith("--recipe="):
+            name = arg.split("=", 1)[1]
+    if name == "auto":
+        return "clarify-run4" if torch.cuda.is_available() else "tiny"
+    if name not in RECIPES:
+        raise UsageError(f"--recipe {name}: must be one of auto, {', '.join(RECIPES)}")
+    return name
+
+
+def validate(config: Config) -> None:
+    """Raises UsageError with one line that names the flag and what would be right."""
+    knobs = config.flat()
+
+    def require(condition: bool, name: str, what: str) -> None:
+        if not condition:
+            raise UsageError(f"--{name.replace('_', '-')} {knobs[name]}: must be {what}")
+
+    for name, value in knobs.items():
+        if isinstance(value, float):
+            require(math.isfinite(value), name, "a finite number")
+    require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
+    for name in ("beta", "entropy_coef", "weight_decay", "no_plan_penalty", "learning_rate", "eval_temperature"):
+        require(knobs[name] >= 0, name, "0 or more")
+    for name in ("dynamic_sampling", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed"):
+        require(knobs[name] >= 0, name, "0 or more")
+    for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
+                 "keep_checkpoints"):  # fmt: skip
+        require(knobs[name] >= 1, name, "at least 1")
+    require(config.rollout.temperature > 0, "temperature", "above 0 (greedy rollouts have no spread to learn from)")
+    require(0 < config.rollout.top_p <= 1, "top_p", "in (0, 1]")
+    require(0 < config.loss.epsilon < 1, "epsilon", "in (0, 1)")
+    require(config.optim.max_grad_norm > 0, "max_grad_norm", "above 0")
+    require(config.loss.mismatch_cap >= 1, "mismatch_cap", "at least 1")
+    if config.loss.epsilon_high is not None:
+        require(config.loss.epsilon_high > 0, "epsilon_high", "above 0")
+    if config.loss.delta is not None:
+        require(config.loss.delta > 1 + (config.loss.epsilon_high or config.loss.epsilon), "delta",
+                "above 1 + epsilon_high")  # fmt: skip
+    require(not (config.loss.kl_in == "reward" and config.loss.beta == 0), "kl_in", "loss where beta is 0")

@@ -94,7 +94,7 @@ class TokenBatch:
 
         predict_cols   [2, 3, 4, 15, 16]       column whose hidden state predicts the target
         targets        [5, 6, 151645, 7, 151645] = input_ids[0, predict_cols + 1]
-        episode_index  [0, 0, 0, 0, 0]
+        episode_index  [0, 0, 0, 0, 0]         advantages[episode_index] gives each token its episode's
 
     Only hidden states at (predict_rows, predict_cols) reach the LM head.
     """
@@ -106,7 +106,6 @@ class TokenBatch:
     targets: torch.Tensor  # [N] int64
     episode_index: torch.Tensor  # [N] int64, the episode's index in the whole step, ascending
     sampler_logprobs: torch.Tensor  # [N] float32
-    advantages: torch.Tensor  # [N] float32
     token_weights: torch.Tensor  # [N] float32, the normaliser of the whole optimiser step folded in
     rows: tuple[int, ...] = field(default=())  # the episode index of each row
 

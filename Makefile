@@ -1,0 +1,32 @@
+# Two commands from a fresh clone: `make train` and `make test`. ARGS reaches train.py: make train ARGS="--seed 1".
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Pinned: the release that is tested, for which CPU and CUDA builds exist. An installed torch is kept as it is.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+.PHONY: setup train test lint clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.10 or newer"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+train: setup
+	$(BIN)/python train.py --beta 0.2 $(ARGS)
+
+test: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pytest -q tests
+
+lint: setup
+	$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

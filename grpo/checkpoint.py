@@ -1,0 +1,60 @@
+"""Checkpoints: weights, optimiser and step counter, enough to go on exactly where the run stopped.
+
+Nothing else is needed: scenarios and every sampled token are functions of (run seed, step, ...), the learning rate is
+a function of the step, and the reference is the base that `config.json` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+
+from grpo.config import UsageError
+
+FOLDER = "checkpoints"
+
+
+def save(run_folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+    """Write `checkpoints/step-<step>`, complete or not at all, then drop all but the newest `keep`."""
+    target = run_folder / FOLDER / f"step-{step:06d}"
+    aside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    save_model(model, str(aside / "model.safetensors"))
+    torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+    (aside / "state.json").write_text(json.dumps({"step": step}))
+    for path in aside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+    for old in _complete(run_folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def newest(run_folder: Path) -> Path:
+    """The newest complete checkpoint. Raises UsageError where there is none."""
+    found = _complete(run_folder)
+    if not found:
+        raise UsageError(f"--resume {run_folder}: holds no checkpoint to continue from")
+    return found[-1]
+
+
+def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Restore `model` and `optimizer` in place; returns the number of finished steps."""
+    load_model(model, str(checkpoint / "model.safetensors"), device=str(next(model.parameters()).device))
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+    return json.loads((checkpoint / "state.json").read_text())["step"]
+
+
+def _complete(run_folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first, in numeric order."""
+    folders = [p for p in (run_folder / FOLDER).glob("step-*") if p.suffix != ".tmp" and (p / "state.json").is_file()]
+    return sorted(folders, key=lambda path: int(path.name.split("-")[1]))

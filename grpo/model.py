@@ -1,0 +1,167 @@
+"""Loading a policy, and its log-probs at the positions that predict a trained token.
+
+Weights are kept in float32 and computed with in `dtype` (bfloat16 through autocast): a learning rate of 5e-7 changes a
+bfloat16 weight by less than its rounding, so bfloat16 weights would not move.
+
+The LM head is where memory goes (N x V logits), so only hidden states that predict trained tokens reach it, in chunks
+whose logits are recomputed in the backward pass instead of kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from grpo.config import ModelConfig, UsageError
+from grpo.data_types import TokenBatch
+
+TINY_FOLDER = Path(__file__).parent / "tiny"
+CHUNK_LOGITS = 1 << 24  # logits held at once by the head: 64 MB in float32
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal LM with its tokenizer. `dtype` is the compute type, the weights are float32."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> torch.autocast:
+        """Context in which this policy computes; does nothing in float32."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied tensors once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """Load `config.model`: the bundled `tiny`, a folder, or a hub id.
+
+    Dropout is switched off for good: with it the policy would differ from the reference before any update.
+
+    Raises:
+        UsageError: missing folder, a folder that is not a causal LM, a tokenizer without chat template, or a model
+            whose logits are not its head applied to its last hidden state.
+    """
+    device = _device(config.device)
+    source = _source(config.model)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        model_config = AutoConfig.from_pretrained(source)
+        for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
+            if getattr(model_config, name, None):
+                setattr(model_config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(source, config=model_config, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"--model {config.model}: not a loadable causal language model ({reason})") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.to(device).eval()
+    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
+    policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype))
+    _check_head(policy)
+    return policy
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: not available ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def _source(name: str) -> str:
+    """What transformers shall load. A path that is not there never turns into a hub lookup."""
+    if name == "tiny":
+        return str(TINY_FOLDER)
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"--model {name}: no config.json in this folder; give a Hugging Face model folder")
+        return name
+    if path.exists():
+        raise UsageError(f"--model {name}: is a file; give a Hugging Face model folder")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UsageError(f"--model {name}: no such folder; give `tiny`, a model folder or a hub id (owner/name)")
+    return name
+
+
+def _check_head(policy: Policy) -> None:
+    """Some models scale or cap logits after their head; the training path would then use wrong log-probs."""
+    ids = torch.arange(4, device=policy.device)[None] % policy.model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        expected = policy.model(input_ids=ids, use_cache=False).logits
+        actual = policy.model.get_output_embeddings()(decoder(policy.model)(ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(expected.float(), actual.float(), atol=1e-4, rtol=1e-4):
+        raise UsageError(f"--model {policy.name}: changes logits after its head (scaling or capping): not supported")
+
+
+def decoder(model: Any) -> torch.nn.Module:
+    """The model without its LM head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
+    """Last hidden states at the batch's predicting positions: [N, D].
+
+    Gradient checkpointing acts in training mode only; dropout is off, so the mode changes nothing else.
+    """
+    policy.model.train(torch.is_grad_enabled())
+    with policy.autocast(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hidden = decoder(policy.model)(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        ).last_hidden_state  # [B, T, D]
+    policy.model.eval()
+    return hidden[batch.predict_rows, batch.predict_cols]  # [N, D]
+
+
+def token_logprobs(
+    policy: Policy, batch: TokenBatch, temperature: float = 1.0, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the batch's targets under softmax(logits / temperature), and that distribution's entropy.
+
+    Returns:
+        logprobs [N] float32 in nats, differentiable; entropy [N] float32 in nats, detached unless `entropy_grad`.
+    """
+    hidden = hidden_states(policy, batch)
+    head = policy.model.get_output_embeddings()
+
+    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with policy.autocast():
+            logits = head(hidden)
+        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)  # [n, V]
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            # A token of probability 0 (logit -inf) adds 0, not 0 * -inf.
+            entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)  # [n]
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+    rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
+    pieces = list(zip(hidden.split(rows), batch.targets.split(rows)))
+    if len(pieces) > 1 and torch.is_grad_enabled():
+        outputs = [checkpoint(chunk, h, t, use_reentrant=False) for h, t in pieces]
+    else:
+        outputs = [chunk(h, t) for h, t in pieces]
+    return torch.cat([logprobs for logprobs, _ in outputs]), torch.cat([entropy for _, entropy in outputs])
