@@ -1,0 +1,230 @@
+"""One step of GRPO, in the order of the algorithm: rollout, reward, advantages, reference, loss, update, log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from env.clarify import EpisodeRecord
+from env.rubrics import reward
+from grpo import advantages as adv
+from grpo.batching import make_microbatches
+from grpo.chat import ChatTokens
+from grpo.config import Config
+from grpo.data_types import Episode, Group, TokenBatch
+from grpo.engines import Engine
+from grpo.loss import grpo_loss, kl_reward_penalty
+from grpo.model import Policy, token_logprobs
+from grpo.reference import Reference
+from grpo.rollout import rollout
+from grpo.schedule import learning_rate
+from scenarios.generator import training_scenario
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase of one step, logged as `time/<phase>`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap under `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for the log. `losses` are Python floats, averaged over the optimiser steps of the batch."""
+
+    groups: list[Group]
+    advantages: list[list[float]]
+    losses: dict[str, float]
+    seconds: dict[str, float]
+
+
+class Trainer:
+    """Holds the policy, its optimiser and its sampler; `step(i)` is one GRPO step.
+
+    Nothing is remembered between steps but weights and optimiser state: scenarios, every sampled token and the
+    learning rate are functions of (config, i). That is what makes a resumed run repeat an uninterrupted one.
+    """
+
+    def __init__(
+        self, config: Config, policy: Policy, engine: Engine, chat: ChatTokens, reference: Reference | None
+    ):
+        self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
+        self.optimizer = make_optimizer(policy, config)
+
+    def step(self, step: int) -> StepResult:
+        """Step number `step`, from 0."""
+        watch = Stopwatch()
+        groups = self.sample_groups(step)
+        watch.lap("rollout")
+
+        config = self.config
+        episodes = [episode for group in groups for episode in group.episodes]  # E = P * G
+        kept = [e.reward is not None and not (config.loss.mask_truncated and e.truncated) for e in episodes]
+        weights = adv.token_weights(
+            [e.num_trained for e in episodes], config.loss.loss_type, config.rollout.max_completion_len, kept
+        )
+        batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens)
+        batches = [batch.to(self.policy.device) for batch in batches]
+        ref_logprobs: Sequence[torch.Tensor | None] = [None] * len(batches)
+        if self.reference is not None:
+            ref_logprobs = self.reference.logprobs(batches, config.rollout.temperature)
+            watch.lap("reference")
+
+        rewards = [group.rewards for group in groups]
+        if config.loss.kl_in == "reward":
+            rewards = self.anchor_rewards(rewards, batches, ref_logprobs)
+        advantages = adv.group_advantages(rewards, config.loss.scale_rewards)
+        losses = self.update(step, batches, ref_logprobs, torch.tensor([a for group in advantages for a in group]))
+        watch.lap("update")
+        return StepResult(groups, advantages, losses, watch.seconds)
+
+    def sample_groups(self, step: int) -> list[Group]:
+        """P groups of G episodes. With dynamic sampling, groups without reward spread are replaced, as far as the cap
+        of extra rounds allows; what is still missing then is filled with the groups that were set aside."""
+        config, wanted = self.config, self.config.rollout.prompts_per_step
+        rounds = 1 + config.rollout.dynamic_sampling
+        chosen: list[Group] = []
+        aside: list[Group] = []
+        for extra in range(rounds):
+            missing = wanted - len(chosen)
+            first = (step * rounds + extra) * wanted
+            groups = rollout(
+                self.engine,
+                self.chat,
+                [training_scenario(config.run.seed, first + i) for i in range(missing)],
+                num_generations=config.rollout.num_generations,
+                max_completion_len=config.rollout.max_completion_len,
+                step=step * rounds + extra,
+                reward_fn=self.reward,
+            )
+            for group in groups:
+                spread = rounds == 1 or adv.has_spread(group.rewards)
+                (chosen if spread else aside).append(group)
+            if len(chosen) == wanted:
+                break
+        return chosen + aside[: wanted - len(chosen)]
+
+    def reward(self, record: EpisodeRecord) -> float:
+        """Training reward: the rubric's score, less the documented shaping."""
+        return reward(record, self.config.eval.rubric, self.config.eval.no_plan_penalty)
+
+    @torch.no_grad()
+    def anchor_rewards(
+        self,
+        rewards: list[list[float | None]],
+        batches: Sequence[TokenBatch],
+        ref_logprobs: Sequence[torch.Tensor | None],
+    ) -> list[list[float | None]]:
+        """`--kl-in reward`: r - beta * (mean k1 over the episode's trained tokens)."""
+        group_size = self.config.rollout.num_generations
+        penalties = torch.zeros(len(rewards) * group_size)
+        for batch, ref in zip(batches, ref_logprobs):
+            logprobs, _ = token_logprobs(self.policy, batch, self.config.rollout.temperature)
+            penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
+        beta, flat = self.config.loss.beta, penalties.tolist()
+        return [
+            [None if r is None else r - beta * flat[g * group_size + i] for i, r in enumerate(group)]
+            for g, group in enumerate(rewards)
+        ]
+
+    def update(
+        self,
+        step: int,
+        batches: Sequence[TokenBatch],
+        ref_logprobs: Sequence[torch.Tensor | None],
+        advantages: torch.Tensor,  # [E]
+    ) -> dict[str, float]:
+        """`num_iterations` optimiser steps on one rollout batch; returns means of the loss's metrics.
+
+        Old log-probs are the policy's own at the first iteration, detached: no extra pass, and frozen from then on.
+        """
+        config = self.config
+        advantages = advantages.to(self.policy.device)
+        old_logprobs: list[torch.Tensor] = []
+        lr = learning_rate(step, config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        logged: list[dict[str, float]] = []
+        for _ in range(config.optim.num_iterations):
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = MetricSums()
+            for k, batch in enumerate(batches):
+                policy_logprobs, entropy = token_logprobs(
+                    self.policy, batch, config.rollout.temperature, entropy_grad=config.loss.entropy_coef > 0
+                )  # [N], [N]
+                if len(old_logprobs) == k:
+                    old_logprobs.append(policy_logprobs.detach())
+                loss, metrics = grpo_loss(
+                    policy_logprobs=policy_logprobs,
+                    old_logprobs=old_logprobs[k],
+                    ref_logprobs=ref_logprobs[k],
+                    advantages=advantages[batch.episode_index],
+                    token_weights=batch.token_weights,
+                    episode_index=batch.episode_index,
+                    sampler_logprobs=batch.sampler_logprobs,
+                    entropy=entropy,
+                    config=config.loss,
+                )
+                loss.backward()
+                sums.add(loss.detach(), metrics, len(batch.targets))
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.optim.max_grad_norm)
+            values = sums.means() | {"grad_norm": float(grad_norm), "learning_rate": lr}
+            # A non-finite loss or gradient never reaches the weights or the moments.
+            finite = bool(torch.isfinite(grad_norm)) and values.get("loss", 0.0) == values.get("loss", 0.0)
+            if finite and batches:
+                self.optimizer.step()
+            logged.append(values | {"skipped_updates": float(not finite)})
+        return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
+
+
+def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
+    """AdamW, fused; weight decay on matrices only, as usual."""
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.optim.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.optim.learning_rate, betas=(0.9, 0.999), fused=True)
+
+
+class MetricSums:
+    """Adds up the loss's metrics over microbatches on the device; read once, at the end of the optimiser step."""
+
+    def __init__(self) -> None:
+        self.loss: torch.Tensor | float = 0.0
+        self.sums: dict[str, torch.Tensor] = {}
+        self.tokens = 0
+
+    def add(self, loss: torch.Tensor, metrics: dict[str, torch.Tensor], tokens: int) -> None:
+        self.loss = self.loss + loss
+        self.tokens += tokens
+        for name, value in metrics.items():
+            merge: Callable = torch.add
+            if name.endswith("_max"):
+                merge = torch.maximum
+            elif name.endswith("_min"):
+                merge = torch.minimum
+            self.sums[name] = merge(self.sums[name], value) if name in self.sums else value
+
+    def means(self) -> dict[str, float]:
+        """Sums divided by the number of trained tokens; maxima and minima as they are."""
+        means = {}
+        for name, value in self.sums.items():
+            extreme = name.endswith(("_max", "_min"))
+            means[name] = float(value) if extreme else float(value) / max(1, self.tokens)
+        return means | {"loss": float(self.loss)}
+
+
+def episodes_of(groups: Sequence[Group]) -> list[Episode]:
+    """All episodes, group by group."""
+    return [episode for group in groups for episode in group.episodes]

@@ -1,0 +1,93 @@
+"""Flags, environment variables, recipes: precedence, and one clear line for bad values."""
+
+import dataclasses
+
+import pytest
+import tyro
+
+from grpo.config import RECIPES, Config, UsageError, parse
+
+
+def flags() -> set[str]:
+    return set(Config().flat())
+
+
+def test_at_most_45_knobs_each_with_help():
+    assert len(flags()) <= 45
+    for concern in dataclasses.fields(Config):
+        cls = type(getattr(Config(), concern.name))
+        help_text = tyro.extras.get_parser(cls).format_help()
+        for knob in dataclasses.fields(cls):
+            assert "--" + knob.name.replace("_", "-") in help_text
+            helptext = tyro._docstrings.get_field_docstring(cls, knob.name, ())
+            assert helptext, f"{knob.name} has no help"
+
+
+def test_the_required_flags_exist():
+    wanted = """model beta learning_rate num_steps num_generations prompts_per_step max_completion_len seed output_dir
+    engine recipe loss_type kl_estimator rubric eval_limit resume""".split()
+    assert set(wanted) <= flags()
+
+
+def test_flag_beats_variable_beats_recipe_beats_default():
+    assert Config().loss.beta == 0.0
+    assert parse(["--recipe", "clarify-run4"], {}).loss.beta == 0.2
+    assert parse(["--recipe", "clarify-run4"], {"BETA": "0.3"}).loss.beta == 0.3
+    assert parse(["--recipe=clarify-run4", "--beta", "0.4"], {"BETA": "0.3"}).loss.beta == 0.4
+
+
+def test_the_published_recipe_s_variables():
+    env = dict(BETA="0.1", LEARNING_RATE="2e-6", NUM_STEPS="7", NUM_GENERATIONS="3", MAX_COMPLETION_LEN="99",
+               BASE_MODEL="some/model")  # fmt: skip
+    config = parse([], env)
+    assert (config.loss.beta, config.optim.learning_rate, config.optim.num_steps) == (0.1, 2e-6, 7)
+    assert (config.rollout.num_generations, config.rollout.max_completion_len) == (3, 99)
+    assert config.model.model == "some/model"
+
+
+def test_run4_is_pinned_by_name():
+    config = parse(["--recipe", "clarify-run4"], {})
+    got = config.flat()
+    expected = dict(model="Qwen/Qwen3-1.7B", beta=0.2, learning_rate=5e-7, lr_schedule="cosine", num_steps=300,
+                    num_generations=4, prompts_per_step=2, max_completion_len=768, temperature=1.0, top_p=1.0,
+                    kl_estimator="k3", loss_type="grpo", warmup_steps=10, max_grad_norm=1.0)  # fmt: skip
+    assert {name: got[name] for name in expected} == expected
+    run1 = parse(["--recipe", "clarify-run1"], {}).flat()
+    assert (run1["model"], run1["beta"], run1["learning_rate"]) == ("Qwen/Qwen3-0.6B", 0.0, 1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_name_every_semantic(name):
+    semantics = set(RECIPES["clarify-run4"])
+    assert set(RECIPES[name]) == semantics
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--num-generations", "1"], "--num-generations 1"),
+        (["--beta", "-0.1"], "--beta -0.1"),
+        (["--beta", "nan"], "--beta nan"),
+        (["--temperature", "0"], "--temperature 0.0"),
+        (["--epsilon", "1.5"], "--epsilon 1.5"),
+        (["--delta", "1.1"], "--delta 1.1"),
+        (["--learning-rate", "inf"], "--learning-rate inf"),
+        (["--recipe", "best"], "--recipe best"),
+        (["--kl-in", "reward", "--beta", "0"], "--kl-in reward"),
+    ],
+)
+def test_bad_values_are_one_line_that_names_the_flag(args, names):
+    with pytest.raises(UsageError) as error:
+        parse(args, {})
+    assert names in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bad_variable_is_named():
+    with pytest.raises(UsageError, match="NUM_STEPS='many'"):
+        parse([], {"NUM_STEPS": "many"})
+
+
+def test_unparsable_flag_exits_with_2():
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--beta", "lots"], {})
+    assert exit_.value.code == 2
