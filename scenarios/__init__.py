@@ -1,0 +1,1 @@
+"""Scenarios: their schema, the generator that makes them, and the fixed held-out file."""
