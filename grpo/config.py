@@ -152,7 +152,7 @@ class Config:
             for knob in dataclasses.fields(getattr(self, concern.name))
         }
 
-    def with_values(self, values: dict[str, object]) -> "Config":
+    def with_values(self, values: dict[str, object]) -> Config:
         """A copy with the knobs in `values` (flat names) replaced. Raises UsageError for an unknown name."""
         unknown = set(values) - set(self.flat())
         if unknown:
@@ -199,11 +199,17 @@ ENVIRONMENT_VARIABLES = {
 }
 
 
-def parse(args: list[str], env: dict[str, str] | None = None) -> Config:
-    """The configuration of `train.py ARGS`. Raises UsageError; exits with code 2 where a flag does not parse."""
+def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config | None = None) -> Config:
+    """The configuration of `train.py ARGS`; `defaults` (a resumed run's settings) takes the recipe's place.
+
+    Raises:
+        UsageError: a value that cannot be; exits with code 2 where a flag does not parse.
+    """
     env = dict(os.environ) if env is None else env
-    recipe = _recipe_name(args)
-    values = dict(RECIPES[recipe]) | {"recipe": recipe}
+    if defaults is None:
+        recipe = _recipe_name(args)
+        defaults = Config().with_values(RECIPES[recipe] | {"recipe": recipe})
+    values = {}
     for variable, (name, kind) in ENVIRONMENT_VARIABLES.items():
         if env.get(variable, "") != "":
             try:
@@ -213,23 +219,19 @@ def parse(args: list[str], env: dict[str, str] | None = None) -> Config:
     config = tyro.cli(
         Config,
         args=args,
-        default=Config().with_values(values),
+        default=defaults.with_values(values),
         prog="train.py",
         description="Train a language model with GRPO to ask before it acts.",
     )
-    config = config.with_values({"recipe": recipe})
+    if config.run.recipe == "auto":
+        config = config.with_values({"recipe": defaults.run.recipe})
     validate(config)
     return config
 
 
 def _recipe_name(args: list[str]) -> str:
     """The recipe is read before the other flags, because it sets their defaults."""
-    name = "auto"
-    for i, arg in enumerate(args):
-        if arg == "--recipe" and i + 1 < len(args):
-            name = args[i + 1]
-        elif arg.startswith("--recipe="):
-            name = arg.split("=", 1)[1]
+    name = flag_value(args, "recipe") or "auto"
     if name == "auto":
         return "clarify-run4" if torch.cuda.is_available() else "tiny"
     if name not in RECIPES:
@@ -267,3 +269,24 @@ def validate(config: Config) -> None:
         require(config.loss.delta > 1 + (config.loss.epsilon_high or config.loss.epsilon), "delta",
                 "above 1 + epsilon_high")  # fmt: skip
     require(not (config.loss.kl_in == "reward" and config.loss.beta == 0), "kl_in", "loss where beta is 0")
+
+
+def flag_value(args: list[str], name: str) -> str | None:
+    """The value of `--name VALUE` or `--name=VALUE` in `args`; None where it is not given."""
+    flag = "--" + name.replace("_", "-")
+    for i, arg in enumerate(args):
+        if arg.replace("_", "-") == flag and i + 1 < len(args):
+            return args[i + 1]
+        if arg.replace("_", "-").startswith(flag + "="):
+            return arg.split("=", 1)[1]
+    return None
+
+
+def refuse_changes(stored: Config, given: Config) -> None:
+    """A resumed run keeps its settings. Raises UsageError naming the first knob that differs."""
+    for name, value in stored.flat().items():
+        if name not in ("resume", "output_dir") and given.flat()[name] != value:
+            flag = name.replace("_", "-")
+            raise UsageError(
+                f"--{flag} {given.flat()[name]}: the run was started with {value}; a resumed run keeps its settings"
+            )

@@ -109,7 +109,7 @@ class TokenBatch:
     token_weights: torch.Tensor  # [N] float32, the normaliser of the whole optimiser step folded in
     rows: tuple[int, ...] = field(default=())  # the episode index of each row
 
-    def to(self, device: torch.device | str) -> "TokenBatch":
+    def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
         moved = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value

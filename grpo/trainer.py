@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,9 @@ from grpo import advantages as adv
 from grpo.batching import make_microbatches
 from grpo.chat import ChatTokens
 from grpo.config import Config
-from grpo.data_types import Episode, Group, TokenBatch
+from grpo.data_types import Group, TokenBatch
 from grpo.engines import Engine
-from grpo.loss import grpo_loss, kl_reward_penalty
+from grpo.loss import grpo_loss, reduce_metrics
 from grpo.model import Policy, token_logprobs
 from grpo.reference import Reference
 from grpo.rollout import rollout
@@ -55,9 +55,7 @@ class Trainer:
     learning rate are functions of (config, i). That is what makes a resumed run repeat an uninterrupted one.
     """
 
-    def __init__(
-        self, config: Config, policy: Policy, engine: Engine, chat: ChatTokens, reference: Reference | None
-    ):
+    def __init__(self, config: Config, policy: Policy, engine: Engine, chat: ChatTokens, reference: Reference | None):
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
         self.optimizer = make_optimizer(policy, config)
 
@@ -130,7 +128,7 @@ class Trainer:
         penalties = torch.zeros(len(rewards) * group_size)
         for batch, ref in zip(batches, ref_logprobs):
             logprobs, _ = token_logprobs(self.policy, batch, self.config.rollout.temperature)
-            penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
+            penalties += adv.kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
         beta, flat = self.config.loss.beta, penalties.tolist()
         return [
             [None if r is None else r - beta * flat[g * group_size + i] for i, r in enumerate(group)]
@@ -149,7 +147,7 @@ class Trainer:
         Old log-probs are the policy's own at the first iteration, detached: no extra pass, and frozen from then on.
         """
         config = self.config
-        advantages = advantages.to(self.policy.device)
+        advantages = advantages.to(self.policy.device, torch.float32)
         old_logprobs: list[torch.Tensor] = []
         lr = learning_rate(step, config.optim)
         for group in self.optimizer.param_groups:
@@ -157,7 +155,8 @@ class Trainer:
         logged: list[dict[str, float]] = []
         for _ in range(config.optim.num_iterations):
             self.optimizer.zero_grad(set_to_none=True)
-            sums = MetricSums()
+            step_loss = torch.zeros((), device=self.policy.device)
+            step_metrics: list[dict[str, torch.Tensor]] = []
             for k, batch in enumerate(batches):
                 policy_logprobs, entropy = token_logprobs(
                     self.policy, batch, config.rollout.temperature, entropy_grad=config.loss.entropy_coef > 0
@@ -176,14 +175,15 @@ class Trainer:
                     config=config.loss,
                 )
                 loss.backward()
-                sums.add(loss.detach(), metrics, len(batch.targets))
+                step_loss += loss.detach()
+                step_metrics.append(metrics)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.optim.max_grad_norm)
-            values = sums.means() | {"grad_norm": float(grad_norm), "learning_rate": lr}
             # A non-finite loss or gradient never reaches the weights or the moments.
-            finite = bool(torch.isfinite(grad_norm)) and values.get("loss", 0.0) == values.get("loss", 0.0)
+            finite = bool(torch.isfinite(grad_norm) & torch.isfinite(step_loss))
             if finite and batches:
                 self.optimizer.step()
-            logged.append(values | {"skipped_updates": float(not finite)})
+            values = log_values(step_loss, step_metrics)
+            logged.append(values | {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite})
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
 
 
@@ -197,34 +197,31 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.optim.learning_rate, betas=(0.9, 0.999), fused=True)
 
 
-class MetricSums:
-    """Adds up the loss's metrics over microbatches on the device; read once, at the end of the optimiser step."""
-
-    def __init__(self) -> None:
-        self.loss: torch.Tensor | float = 0.0
-        self.sums: dict[str, torch.Tensor] = {}
-        self.tokens = 0
-
-    def add(self, loss: torch.Tensor, metrics: dict[str, torch.Tensor], tokens: int) -> None:
-        self.loss = self.loss + loss
-        self.tokens += tokens
-        for name, value in metrics.items():
-            merge: Callable = torch.add
-            if name.endswith("_max"):
-                merge = torch.maximum
-            elif name.endswith("_min"):
-                merge = torch.minimum
-            self.sums[name] = merge(self.sums[name], value) if name in self.sums else value
-
-    def means(self) -> dict[str, float]:
-        """Sums divided by the number of trained tokens; maxima and minima as they are."""
-        means = {}
-        for name, value in self.sums.items():
-            extreme = name.endswith(("_max", "_min"))
-            means[name] = float(value) if extreme else float(value) / max(1, self.tokens)
-        return means | {"loss": float(self.loss)}
+# The loss's metrics (`grpo_loss`) -> their names in the log.
+LOGGED = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "policy_loss": "loss/policy",
+    "kl_loss": "loss/kl",
+    "entropy_loss": "loss/entropy",
+    "ratio": "ratio/mean",
+    "ratio_min": "ratio/min",
+    "ratio_max": "ratio/max",
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "clip_dual": "clip_ratio/dual_mean",
+    "sampler_gap": "sampler_gap/mean",
+    "sampler_gap_max": "sampler_gap/max",
+    "mismatch_weight": "sampler_gap/weight_mean",
+}
 
 
-def episodes_of(groups: Sequence[Group]) -> list[Episode]:
-    """All episodes, group by group."""
-    return [episode for group in groups for episode in group.episodes]
+def log_values(loss: torch.Tensor, metrics: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """One optimiser step's loss and metrics, read from the device once, under their names in the log."""
+    values = {"loss": float(loss)}
+    for name, value in (reduce_metrics(metrics) if metrics else {}).items():
+        if name in LOGGED:
+            values[LOGGED[name]] = float(value)
+    if "clip_ratio/low_mean" in values:
+        values["clip_ratio/region_mean"] = values["clip_ratio/low_mean"] + values["clip_ratio/high_mean"]
+    return values
