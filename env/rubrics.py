@@ -24,15 +24,15 @@ from env.user_simulator import UNITS
 RUBRICS = ("card", "gated")
 CRITICAL_WEIGHT = 2.0
 
-_NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?")
+_AMOUNT = re.compile(r"(?:about\s+)?([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)(?:[\s_-]*([a-z]+))?\.?")
 
 
 @dataclass(frozen=True)
 class Score:
     """The totals of both rubrics, then their parts.
 
-    `hallucination_rate` is the share of plan fields that the agent was never told, None without an accepted plan; unlike
-    `hallucination_check` it does not depend on the format.
+    `hallucination_rate` is the share of plan fields that the agent was never told, None without an accepted plan. It
+    does not depend on the format check, `hallucination_check` does.
     """
 
     card: float
@@ -119,14 +119,17 @@ def _normal(field: str, value: object) -> float | str | None:
     if not isinstance(value, str):
         # Beyond 1e15 neighbouring integers share a float; no profile goes there. NaN fails the comparison as well.
         return float(value) if -1e15 < value < 1e15 else None
-    text = re.sub(r"[\s_-]+", " ", value.casefold()).strip(" .")
-    bare = text.removeprefix("about ").removesuffix(f" {UNITS[field]}") if field in UNITS else text
-    # A minus sign became a blank: count from the text as it was written.
-    return float(bare) if _NUMBER.fullmatch(bare) else text
+    text = value.casefold().strip()
+    amount = _AMOUNT.fullmatch(text)
+    if amount and amount[2] in (None, UNITS.get(field)):
+        return float(amount[1])
+    return re.sub(r"[\s_-]+", " ", text).strip(" .")
 
 
 def _is_blank(value: object) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list | dict) and not value)
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value == [] or value == {}
 
 
 def _weighted_share(record: EpisodeRecord, matched: set[str]) -> float:

@@ -20,6 +20,7 @@ Rules:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from env.literals import read_value, read_whole, skip_blanks
 from env.prompts import TOOLS
 
 TOOL_NAMES = tuple(tool["function"]["name"] for tool in TOOLS)
+NO_CALL = "no tool call"
 
 # Where a call may begin. Every alternative is linear: no repetition can match the same text in two ways.
 _CALL_START = re.compile(
@@ -66,7 +68,7 @@ def parse_turn(text: str, truncated: bool = False) -> ToolCall | InvalidTurn:
     text = _without_reasoning(text)
     start = next(_call_starts(text), None)
     if start is None:
-        return InvalidTurn("no tool call")
+        return InvalidTurn(NO_CALL)
     try:
         name, arguments, end = _read_call(text, start)
         arguments = _checked(name, arguments)
@@ -75,13 +77,17 @@ def parse_turn(text: str, truncated: bool = False) -> ToolCall | InvalidTurn:
     return ToolCall(name, arguments, dropped_calls=next(_call_starts(text, end), None) is not None)
 
 
+def format_call(name: str, arguments: dict[str, object]) -> str:
+    """A call in Qwen's form, which `parse_turn` reads back."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
 def _without_reasoning(text: str) -> str:
-    parts = text.split("</think>")
-    if "<think>" not in parts[0]:
-        parts[0] = ""  # the opening tag was in the prompt
-    if len(parts) == 1:
-        parts = [text]
-    return "".join(part.split("<think>", 1)[0] for part in parts)
+    *thoughts, rest = text.split("</think>")
+    # A thought without an opening tag began in the prompt, so all of it is reasoning.
+    spoken = [thought.split("<think>", 1)[0] for thought in thoughts if "<think>" in thought]
+    return "".join([*spoken, rest.split("<think>", 1)[0]])
 
 
 def _call_starts(text: str, pos: int = 0) -> Iterator[re.Match]:
@@ -130,7 +136,7 @@ def _read_function(text: str, start: re.Match) -> tuple[str, object, int]:
         if text[pos : pos + 1] == ",":
             pos += 1
         elif text[pos : pos + 1] != ")":
-            raise ValueError("the arguments are not readable: a closing parenthesis is missing")
+            raise ValueError("unreadable arguments: a closing parenthesis is missing")
     return name, arguments, pos + 1
 
 
@@ -138,7 +144,7 @@ def _read(text: str, pos: int, what: str) -> tuple[object, int]:
     try:
         return read_value(text, pos)
     except ValueError as error:
-        raise ValueError(f"the {what} {'is' if what == 'tool call' else 'are'} not readable: {error}") from None
+        raise ValueError(f"unreadable {what}: {error}") from None
 
 
 def _known(name: str) -> str:
@@ -150,7 +156,7 @@ def _known(name: str) -> str:
 def _checked(name: str, arguments: object) -> dict[str, object]:
     """The arguments that the tool takes, of the right type; others are ignored. Raises ValueError."""
     _known(name)
-    arguments = _object(arguments, "arguments are")
+    arguments = _object(arguments, "arguments")
     if name == "ask_question":
         question = arguments.get("question")
         if not isinstance(question, str) or not question.strip():
@@ -159,7 +165,7 @@ def _checked(name: str, arguments: object) -> dict[str, object]:
     if name == "propose_plan":
         if not arguments:
             raise ValueError("propose_plan needs a plan")
-        return {"plan": _object(arguments.get("plan", arguments), "plan is")}
+        return {"plan": _object(arguments.get("plan", arguments), "plan")}
     return {}
 
 
@@ -169,7 +175,7 @@ def _object(value: object, what: str) -> dict[str, object]:
         try:
             value = read_whole(value)
         except ValueError as error:
-            raise ValueError(f"the {what} not readable: {error}") from None
+            raise ValueError(f"unreadable {what}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"the {what} not a JSON object")
+        raise ValueError(f"unreadable {what}: not a JSON object")
     return value

@@ -29,7 +29,7 @@ class Answer:
 
 
 def answer(scenario: Scenario, question: str) -> Answer:
-    """The user's answer: "venue: rented hall.", "No preference on the theme.", or that the question is not understood."""
+    """What the user answers: "venue: rented hall.", "No preference on the theme.", or NOT_UNDERSTOOD."""
     field = asked_field(scenario.family, question)
     if field is None:
         return Answer(NOT_UNDERSTOOD, None)

@@ -6,13 +6,20 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, StringConstraints, ValidationError
-from pydantic import Field as SchemaField
-from pydantic import field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveInt,
+    StrictInt,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from env.families import FAMILIES, FAMILY_ALIASES
 
-Text = Annotated[str, StringConstraints(min_length=1)]
+Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Difficulty = Literal["easy", "medium", "hard"]
 
 
@@ -36,12 +43,12 @@ class Scenario(BaseModel):
     family: str
     task_id: Difficulty
     request: Text
-    hidden_profile: dict[str, Annotated[StrictStr, StringConstraints(min_length=1)] | StrictInt]
+    hidden_profile: dict[str, Text | StrictInt]
     critical_fields: tuple[str, ...]
     required_keys: tuple[str, ...]
     field_keys: tuple[str, ...]
-    max_steps: int = SchemaField(ge=1)
-    max_questions: int = SchemaField(ge=1)
+    max_steps: PositiveInt
+    max_questions: PositiveInt
     seed: int
     task_title: str | None = None
 
