@@ -1,0 +1,197 @@
+"""Evaluate a model or a scripted policy on held-out scenarios, or compare evaluations: `python eval.py --help`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, arg
+
+from env.policies import POLICIES
+from grpo import run_folder
+from grpo.config import RECIPES, Config, EvalConfig, UsageError
+from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
+from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
+from scenarios.generator import HELD_OUT_FILE, held_out
+from scenarios.schema import Scenario, load_scenarios
+
+File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
+Count = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
+Switch = FlagCreatePairsOff[bool]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Evaluate a model or a scripted policy on held-out scenarios, or compare evaluations."""
+
+    model: str = "tiny"
+    """`tiny` (bundled), a causal LM folder or hub id; or a scripted policy: `random`, `ask-all`, `guess`."""
+    scenarios: File = None
+    """Scenario file (JSON list; the published schema works too). Default: the bundled held-out file."""
+    limit: Count = None
+    """Play this many scenarios, spread over families and difficulties. Default: 50, or all of --scenarios."""
+    full: Switch = False
+    """All bundled held-out scenarios: 50 per family."""
+    rubric: Annotated[Literal["card", "gated"] | None, arg(metavar="{card,gated}", help_behavior_hint="")] = None
+    """The score to report; both are computed. Default: card; with --compare the one the files were made with."""
+    temperature: float = EvalConfig.eval_temperature
+    """Sampling temperature. 0: greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    also_greedy: Switch = False
+    """Play everything once more with greedy decoding and report it beside the sampled evaluation."""
+    max_completion_len: Count = None
+    """Tokens of an episode after its first prompt, replies included. Default: the training run's, or the recipe's."""
+    seed: int = EVAL_SEED
+    """Seed of the sampling, or of the scripted policy; the default is the one that training runs evaluate with."""
+    output: File = None
+    """Write the report as JSON, with every episode, to this file."""
+    overwrite: Switch = False
+    """Allow --output and --plot to replace a file."""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """Sampler. auto: torch (in process)."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. auto: float32 on a CPU, bfloat16 on a GPU."""
+    compare: Annotated[tuple[Path, ...], arg(metavar="FILE FILE ...", help_behavior_hint="")] = ()
+    """Compare evaluation files, the base first; nothing is evaluated then."""
+    plot: File = None
+    """With --compare: the PNG of the changes against the base. Default: comparison.png beside the last file."""
+
+
+def main() -> None:
+    """Parse, check everything that can be wrong, then evaluate or compare."""
+    args = tyro.cli(Arguments, prog="eval.py", args=sys.argv[1:])
+    check(args)
+    if args.compare:
+        compare_files(args)
+    else:
+        evaluate(args)
+
+
+def check(args: Arguments) -> None:
+    """Raises UsageError before anything is loaded or written."""
+    limits = {"limit": args.limit, "max-completion-len": args.max_completion_len}
+    for flag, value in limits.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{flag} {value}: must be at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        raise UsageError(f"--temperature {args.temperature}: must be a finite number, 0 (greedy) or more")
+    if not 0 < args.top_p <= 1:
+        raise UsageError(f"--top-p {args.top_p}: must be in (0, 1]")
+    if args.full and (args.scenarios or args.limit):
+        raise UsageError("--full: plays the bundled held-out file as a whole; leave out --scenarios and --limit")
+    if args.plot and not args.compare:
+        raise UsageError("--plot: needs --compare")
+    for flag, path in (("output", args.output), ("plot", args.plot)):
+        if path is not None:
+            check_writable(flag, path, args.overwrite)
+
+
+def check_writable(flag: str, path: Path, overwrite: Switch) -> None:
+    """Raises UsageError where the file must not or cannot be written."""
+    if path.is_dir():
+        raise UsageError(f"--{flag} {path}: is a folder; give a file")
+    if path.exists() and not overwrite:
+        raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--{flag} {path}: its folder does not exist")
+
+
+def compare_files(args: Arguments) -> None:
+    """Print the comparison table and draw the plot."""
+    from grpo import plots
+    from grpo.compare import compare, load_report
+
+    comparison = compare([load_report(path) for path in args.compare], rubric=args.rubric)
+    plot = args.plot or args.compare[-1].with_name("comparison.png")
+    with user_input(f"--plot {plot}"):
+        plots.plot_deltas(comparison, plot)
+    print_comparison(comparison)
+    print(f"plot: {plot}")
+
+
+def evaluate(args: Arguments) -> None:
+    """Play the scenarios, print the report, write it to --output."""
+    scenarios, source = choose_scenarios(args)
+    reports = evaluate_scripted(args, scenarios) if args.model in POLICIES else evaluate_sampled(args, scenarios)
+    report = reports[0]
+    report["scenarios"] |= source
+    if args.also_greedy:
+        report["greedy"] = {key: value for key, value in reports[1].items() if key != "episodes"}
+    for each in reports:
+        print_report(each)
+    if args.output:
+        run_folder.write_json(args.output, report)
+        print(f"report: {args.output}")
+
+
+def choose_scenarios(args: Arguments) -> tuple[list[Scenario], dict[str, str]]:
+    """What to play, and the file it comes from (name and hash, for the report)."""
+    path = args.scenarios or HELD_OUT_FILE
+    with user_input("--scenarios" if args.scenarios else f"--limit {args.limit}"):
+        if args.scenarios is None:
+            limit = None if args.full else args.limit or EvalConfig.eval_limit
+            scenarios = held_out(limit)
+        else:
+            scenarios = load_scenarios(path)
+            if args.limit and args.limit > len(scenarios):
+                raise UsageError(f"--limit {args.limit}: {path} holds {len(scenarios)} scenarios")
+            scenarios = spread(scenarios, args.limit or len(scenarios))
+        return scenarios, {"file": path.name, "file_sha256": file_hash(path)}
+
+
+def evaluate_scripted(args: Arguments, scenarios: list[Scenario]) -> list[dict[str, Any]]:
+    """The report of a policy that needs no model."""
+    if args.also_greedy:
+        raise UsageError(f"--also-greedy: {args.model} is a scripted policy, nothing is sampled")
+    return [evaluate_policy(args.model, scenarios, rubric=args.rubric or "card", seed=args.seed)]
+
+
+def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> list[dict[str, Any]]:
+    """The model's report, and with --also-greedy its greedy one."""
+    from grpo.chat import ChatTokens
+    from grpo.model import load_policy
+    from grpo.run import make_engine
+
+    length = args.max_completion_len or default_length(args.model)
+    knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "engine": args.engine}
+    settings = Config().with_values(knobs | {"max_completion_len": length})
+    policy = load_policy(settings.model)
+    chat = ChatTokens(policy.tokenizer)
+    engine = make_engine(settings, policy, chat)
+    reports = []
+    for temperature in (args.temperature, 0.0) if args.also_greedy else (args.temperature,):
+        label = f"{args.model}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+        with episode_progress(label, len(scenarios)) as progress:
+            reports.append(
+                evaluate_model(
+                    engine,
+                    chat,
+                    scenarios,
+                    model=args.model,
+                    rubric=args.rubric or "card",
+                    temperature=temperature,
+                    top_p=args.top_p,
+                    max_completion_len=length,
+                    seed=args.seed,
+                    progress=progress,
+                )
+            )
+    return reports
+
+
+def default_length(model: str) -> int:
+    """Episodes as long as in training, so that a run's own evaluation can be repeated here."""
+    run = Path(model).parent
+    if Path(model).name == "final" and (run / "config.json").is_file():
+        return run_folder.stored_config(run).rollout.max_completion_len
+    return RECIPES["tiny" if model == "tiny" else "clarify-run4"]["max_completion_len"]
+
+
+if __name__ == "__main__":
+    run_entry(main)

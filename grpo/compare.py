@@ -1,0 +1,129 @@
+"""Several evaluations of the same scenarios side by side: means, maxima, and changes against the first.
+
+A change is the mean over scenarios of (score - score of the first on the same scenario). Its interval comes from
+resampling the clusters of scenarios that share a seed, so what made a scenario easy for both drops out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from env.families import FAMILIES
+from grpo.config import UsageError
+from grpo.evaluate import bootstrap_interval
+from grpo.metrics import mean
+
+SUMMARY_KEYS = (
+    "completion_rate", "format_pass_rate", "hallucination_rate", "mean_questions", "mean_revealing_questions",
+    "revealing_share", "invalid_turn_rate", "truncation_rate", "env_errors",
+)  # fmt: skip
+SAMPLING_KEYS = ("temperature", "top_p", "max_completion_len", "seed")
+
+
+def load_report(path: str | Path) -> dict[str, Any]:
+    """An evaluation written by `eval.py --output` or by a training run. Raises `UsageError` where it is not one."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--compare {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--compare {path}: not JSON ({error})") from error
+    needed = {"model", "rubric", "scenarios", "episodes", *SUMMARY_KEYS}
+    missing = sorted(needed - report.keys()) if isinstance(report, dict) else sorted(needed)
+    if missing:
+        raise UsageError(f"--compare {path}: not an evaluation written by eval.py (no {', '.join(missing)})")
+    return report
+
+
+def compare(
+    reports: Sequence[Mapping[str, Any]], rubric: str | None = None, names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Compare evaluations with the first of them.
+
+    Args:
+        reports: at least two results of `grpo.evaluate.report`, of the same scenarios in the same order.
+        rubric: `card` or `gated`; default: the one the reports were made with, which then has to be the same.
+        names: what to call them; default: their models, made distinct.
+
+    Returns:
+        `models` (names), `rubric`, `n`, `rows` (one per family, then `all`; each with `family`, `n` and per model
+        `mean, max, interval, delta, delta_interval`, None where there is nothing to say), `summary` (key -> values),
+        `differences` (how the models were sampled, where that differs: setting -> values).
+
+    Raises:
+        UsageError: fewer than two reports, or reports that cannot be compared.
+    """
+    if len(reports) < 2:
+        raise UsageError("--compare: give at least two evaluation files, the base first")
+    names = distinct(names or [_default_name(report) for report in reports])
+    rubric = rubric or _common_rubric(reports, names)
+    base = reports[0]
+    for name, report in zip(names, reports):
+        if report["scenarios"]["sha256"] != base["scenarios"]["sha256"]:
+            raise UsageError(
+                f"--compare: {name} was evaluated on other scenarios than {names[0]} "
+                f"({len(report['episodes'])} against {len(base['episodes'])}); evaluate both on the same file and limit"
+            )
+    rows = [_row(family, reports, rubric) for family in (*FAMILIES, "all")]
+    return {
+        "models": names,
+        "rubric": rubric,
+        "n": len(base["episodes"]),
+        "rows": rows,
+        "summary": {key: [report[key] for report in reports] for key in SUMMARY_KEYS},
+        "differences": _differences(reports),
+    }
+
+
+def _row(family: str, reports: Sequence[Mapping[str, Any]], rubric: str) -> dict[str, Any]:
+    """One line of the comparison; `all` takes every episode."""
+    chosen = [i for i, row in enumerate(reports[0]["episodes"]) if family in ("all", row["family"])]
+    seeds = [reports[0]["episodes"][i]["seed"] for i in chosen]
+    base = [reports[0]["episodes"][i]["scores"][rubric] for i in chosen]
+    models = []
+    for index, report in enumerate(reports):
+        scores = [report["episodes"][i]["scores"][rubric] for i in chosen]
+        deltas = [score - first for score, first in zip(scores, base, strict=True)]
+        models.append(
+            {
+                "mean": mean(scores),
+                "max": max(scores, default=None),
+                "interval": bootstrap_interval(scores, seeds),
+                "delta": mean(deltas) if index else None,
+                "delta_interval": bootstrap_interval(deltas, seeds) if index else None,
+            }
+        )
+    return {"family": family, "n": len(chosen), "models": models}
+
+
+def _differences(reports: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """A scripted policy is not sampled: None does not differ from anything."""
+    settings = {key: [report.get(key) for report in reports] for key in SAMPLING_KEYS}
+    return {key: values for key, values in settings.items() if len(set(values) - {None}) > 1}
+
+
+def _common_rubric(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    rubrics = [report["rubric"] for report in reports]
+    if len(set(rubrics)) > 1:
+        listed = ", ".join(f"{name}: {rubric}" for name, rubric in zip(names, rubrics))
+        raise UsageError(f"--compare: the evaluations use different rubrics ({listed}); choose one with --rubric")
+    return rubrics[0]
+
+
+def _default_name(report: Mapping[str, Any]) -> str:
+    """`runs/beta0.2/final` -> beta0.2: every run's model lies in a folder called final."""
+    path = Path(report["model"])
+    return path.parent.name if path.name == "final" and path.parent.name else path.name
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where one occurs again: tiny, tiny -> tiny, tiny (2)."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result

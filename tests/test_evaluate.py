@@ -1,0 +1,194 @@
+"""The evaluation report: right keys, right denominators, intervals that mean something."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
+from env.families import FAMILIES
+from env.rubrics import score
+from grpo import console
+from grpo.evaluate import RUBRIC_PARTS, bootstrap_interval, report, scenarios_hash, spread, wilson_interval
+from scenarios.generator import generate, held_out
+from scenarios.schema import Scenario
+
+
+def play(scenario: Scenario, texts: list[str], end: StopReason | None = None) -> EpisodeRecord:
+    env = ClarifyEnv(scenario)
+    env.reset()
+    for text in texts:
+        env.step(text)
+    return env.finish(end) if end else env.record
+
+
+def honest(scenario: Scenario) -> list[str]:
+    """Ask for every field of the profile, then propose it."""
+    fields = scenario.hidden_profile
+    return [f'ask_question("What is the {field}?")' for field in fields] + [f"propose_plan({json.dumps(fields)})"]
+
+
+@pytest.fixture
+def four() -> list[EpisodeRecord]:
+    """A plan that passes, a plan that fails the format check, no plan after seven questions, an error."""
+    scenarios = [generate(10_000 + i, "easy", family) for i, family in enumerate(
+        ["event_planning", "event_planning", "coding", "support_triage"])]  # fmt: skip
+    return [
+        play(scenarios[0], honest(scenarios[0])),
+        play(scenarios[1], ['propose_plan({"wrong_key": 1})']),
+        play(scenarios[2], ['ask_question("Really?")'] * 7),
+        play(scenarios[3], [], StopReason.ENV_ERROR),
+    ]
+
+
+def test_denominators_are_all_episodes(four):
+    """The published evaluation looked a wrong key up, left out episodes without a plan, counted refused questions."""
+    result = report(four, model="m")
+    assert result["n"] == 4
+    assert result["format_pass_rate"] == 1 / 4
+    assert result["completion_rate"] == 2 / 4  # plan submitted, not score above 0
+    asked = {"text": "Really?", "answer": "I am not sure what you mean.", "revealed": None}
+    assert result["episodes"][2]["questions"] == [asked] * 6
+    assert result["env_errors"] == 1
+    assert {family: row["n"] for family, row in result["families"].items()} == {
+        "event_planning": 2, "meeting_scheduling": 0, "medical_intake": 0, "support_triage": 1, "coding": 1,
+    }  # fmt: skip
+    first = score(four[0]).card
+    assert result["avg_score"] == pytest.approx(first / 4)
+    assert result["families"]["event_planning"]["mean"] == pytest.approx(first / 2)
+    assert result["families"]["event_planning"]["max"] == pytest.approx(first)
+    assert result["families"]["medical_intake"]["mean"] is None
+    assert result["stop_reasons"] == {"plan": 0.5, "turn_cap": 0, "question_cap": 0.25, "token_cap": 0,
+                                      "context_full": 0, "env_error": 0.25}  # fmt: skip
+
+
+def test_questions_turns_and_hallucinations(four):
+    result = report(four)
+    asked = len(four[0].questions)
+    assert result["mean_questions"] == (asked + 6) / 4
+    assert result["mean_revealing_questions"] == asked / 4
+    assert result["revealing_share"] == asked / (asked + 6)
+    assert result["hallucination_rate"] == 0.5  # over the two plans: none and all of it invented
+    assert result["invalid_turn_rate"] == 0
+    assert result["truncation_rate"] == 0
+    scenario = four[0].scenario
+    cut = play(scenario, ["nothing", *honest(scenario)[:1]], StopReason.TOKEN_CAP)
+    full = play(scenario, [], StopReason.CONTEXT_FULL)
+    result = report([cut, full, four[0], four[0]])
+    assert result["truncation_rate"] == 0.5
+    assert result["invalid_turn_rate"] == 1 / (2 + 2 * four[0].num_turns)
+
+
+@pytest.mark.parametrize("rubric", ["card", "gated"])
+def test_both_rubrics_and_their_parts_whichever_is_asked_for(four, rubric):
+    result = report(four, rubric=rubric)
+    assert result["avg_score"] == result["rubrics"][rubric]["avg_score"]
+    for name in RUBRIC_PARTS:
+        rows = [row["scores"][name] for row in result["episodes"]]
+        assert result["rubrics"][name]["avg_score"] == pytest.approx(sum(rows) / 4)
+    card = result["rubrics"]["card"]["parts"]
+    assert result["rubrics"]["card"]["avg_score"] == pytest.approx(
+        0.6 * card["output_correctness"] + 0.2 * card["efficiency"] + 0.2 * card["format_check"]
+    )
+    gated = result["rubrics"]["gated"]["parts"]
+    assert result["rubrics"]["gated"]["avg_score"] == pytest.approx(
+        0.5 * gated["field_match"] + 0.2 * gated["info_gain"] + 0.15 * gated["question_efficiency"]
+        + 0.15 * gated["hallucination_check"]
+    )  # fmt: skip
+
+
+def test_report_is_strict_json_and_holds_the_episodes(four):
+    odd = dataclasses.replace(four[1], plan={"venue": float("nan"), "guest_count": float("inf")})
+    talk = [{"role": "user", "content": "hello"}]
+    result = report([*four, odd], conversations=[talk] * 5, model="m", temperature=0.7)
+    again = json.loads(json.dumps(result, allow_nan=False), parse_constant=pytest.fail)
+    assert again == result
+    row = result["episodes"][0]
+    assert row["family"] == "event_planning" and row["task_id"] == "easy" and row["seed"] == 10_000
+    assert row["plan"] == four[0].scenario.hidden_profile and row["stop_reason"] == "plan"
+    assert row["questions"][0]["revealed"] in four[0].scenario.hidden_profile
+    assert row["conversation"] == talk
+    assert result["temperature"] == 0.7
+
+
+def test_an_empty_evaluation_has_no_numbers():
+    result = report([])
+    assert result["n"] == 0 and result["avg_score"] is None and result["completion_interval"] is None
+
+
+def test_hash_depends_on_what_is_played_and_on_its_order():
+    scenarios = held_out(6)
+    assert scenarios_hash(scenarios) == scenarios_hash(held_out(6))
+    assert len({scenarios_hash(s) for s in (scenarios, scenarios[:5], scenarios[::-1])}) == 3
+    changed = scenarios[0].model_copy(update={"request": "Something else."})
+    assert scenarios_hash([changed]) != scenarios_hash(scenarios[:1])
+
+
+def test_spread_takes_from_every_family_and_difficulty():
+    """A file sorted by family, as the published one is."""
+    scenarios = sorted(held_out(None), key=lambda s: s.family)
+    assert {s.family for s in spread(scenarios, 5)} == set(FAMILIES)
+    cells = [(s.family, s.task_id) for s in spread(scenarios, 50)]
+    counts = [cells.count(cell) for cell in set(cells)]
+    assert len(counts) == 15 and max(counts) - min(counts) <= 1
+    assert spread(scenarios, 250) == scenarios and len(spread(scenarios, 7)) == 7
+
+
+# --------------------------------------------------------------------------------------------------------- intervals
+
+
+def test_wilson_interval_against_published_anchors():
+    """9 of 50 and 7 of 50 completed: the published base and its best run are within noise of each other."""
+    assert wilson_interval(9, 50) == pytest.approx([0.0977, 0.3080], abs=5e-4)
+    assert wilson_interval(7, 50) == pytest.approx([0.0695, 0.2619], abs=5e-4)
+    low, high = wilson_interval(0, 10)
+    assert low == 0 and 0.25 < high < 0.3
+    assert wilson_interval(10, 10)[1] == pytest.approx(1)
+
+
+def test_bootstrap_interval_is_deterministic_and_near_the_normal_one():
+    values = list(np.random.default_rng(1).normal(size=400))
+    interval = bootstrap_interval(values, range(400))
+    assert interval == bootstrap_interval(values, range(400))
+    half = 1.96 * np.std(values) / 20
+    assert interval == pytest.approx([np.mean(values) - half, np.mean(values) + half], abs=0.15 * half)
+
+
+def test_bootstrap_interval_covers_the_true_mean():
+    rng = np.random.default_rng(2)
+    covered = 0
+    for _ in range(60):
+        low, high = bootstrap_interval(list(rng.normal(size=50)), range(50))
+        covered += low < 0 < high
+    assert 50 <= covered <= 60  # 95 % of 60 is 57
+
+
+def test_scenarios_of_one_seed_are_one_draw():
+    values = [float(i % 10) for i in range(30)]
+    doubled = bootstrap_interval(values * 3, list(range(30)) * 3)
+    assert doubled == pytest.approx(bootstrap_interval(values, range(30)), abs=1e-9)
+    independent = bootstrap_interval(values * 3, range(90))
+    assert independent[1] - independent[0] < 0.7 * (doubled[1] - doubled[0])
+    assert bootstrap_interval(values, [7] * 30) is None and bootstrap_interval([], []) is None
+
+
+def test_bootstrap_weighs_clusters_by_their_size():
+    """A seed with three scenarios counts three times in a draw, and not as one mean."""
+    low, high = bootstrap_interval([0.0, 1.0, 1.0, 1.0], [1, 2, 2, 2])
+    assert (low, high) == (0.0, 1.0)
+    sizes = bootstrap_interval([0.0] * 10 + [1.0] * 30, [*range(10), *[i // 3 + 10 for i in range(30)]])
+    assert sizes[0] < 0.75 < sizes[1]
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def test_table_shows_families_average_interval_and_both_rubrics(four, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    console.print_report(report(four, model="tiny", temperature=0.7))
+    out = capsys.readouterr().out
+    for family in FAMILIES:
+        assert family in out
+    assert "temperature 0.7" in out and "50% [15%, 85%]" in out and "card rubric" in out and "gated rubric" in out
+    assert "environment errors" in out
