@@ -1,0 +1,452 @@
+"""In-process sampler over any Hugging Face causal LM: continuous batching on the trainer's own weights.
+
+Each live episode owns a slot: one row of a static KV cache that keeps the whole conversation across turns. One forward
+serves everybody. Its N tokens travel as one flat sequence, without padding:
+
+    [ tokens whose logits nobody needs: prompts and environment replies | the last token of each of the n live rows ]
+
+so a row in the middle of a turn contributes one token, a row that just got a reply contributes the reply too, and the
+last n hidden states are the ones to sample from. There is no prefill phase and no barrier between turns.
+
+Live rows are 0..n-1 always (a released row is filled with the last one), so that attention reads the cache through a
+view. A new episode copies the longest prefix that any live row has in common with its prompt: members of a group copy
+the prompt, other groups copy the system prefix. Whoever has to wait for a prefix that is being computed joins one step
+later; so a batch computes its unique tokens, plus each member's last prompt token (its logits are needed anyway).
+
+The forward is the model's own: the engine only supplies the cache and an attention function. The constructor compares
+the result with a plain forward, and refuses a model where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from grpo.config import UsageError
+from grpo.engines import Key, TurnOutput, TurnRequest
+from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
+
+ATTENTION_NAME = "grpo_slots"
+KEY_MULTIPLE = 64  # key lengths are rounded up to this: few distinct shapes, aligned masks
+CAPACITY_MULTIPLE = 256  # of the cache; a multiple of KEY_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is who among the N tokens of one forward: first the chunks, one after the other, then n single tokens.
+
+    Example: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it feeds::
+
+        flat tokens   [reply 0, reply 1 | row 0's last, reply 2]
+        chunks        [(0, 2, row 1, mask of positions 4 and 5)]
+        row_mask      [2, 1, 1, K]: row 0 up to its length, row 1 up to position 6
+    """
+
+    chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
+    row_mask: torch.Tensor  # [n, 1, 1, K], 0 where a row attends and -inf elsewhere
+
+
+@dataclass
+class Row:
+    """One live episode. `ids` is the conversation so far, of which the first `cached` have their KV in the slot."""
+
+    key: Key
+    first_prompt: tuple[int, ...]
+    ids: list[int]
+    cached: int = 0
+    sampling: bool = False  # a turn is being sampled; otherwise the engine waits for the episode's next turn
+    max_tokens: int = 0
+    position: int = 0
+    stream: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.uint64))
+    logprobs: list[float] = field(default_factory=list)
+
+
+class SlotCache(Cache):
+    """KV of all slots: per layer two tensors [slots, H_kv, capacity, d], made at the first forward.
+
+    `capacity` follows the longest row, so that a model with 40k positions does not cost 40k positions of memory.
+    """
+
+    def __init__(self, slots: int, dtype: torch.dtype):
+        super().__init__(layers=[])
+        self.slots, self.dtype = slots, dtype
+        self.pools: dict[int, list[torch.Tensor]] = {}
+        self.rows = self.columns = torch.empty(0, dtype=torch.int64)
+        self.capacity = 0
+
+    def place(self, rows: torch.Tensor, columns: torch.Tensor, longest: int) -> None:
+        """The next forward's token i goes to slot rows[i], position columns[i] < longest (both [N])."""
+        self.rows, self.columns = rows, columns
+        if longest > self.capacity:
+            grown = _round_up(longest, CAPACITY_MULTIPLE)
+            for pools in self.pools.values():
+                pools[:] = [F.pad(pool, (0, 0, 0, grown - self.capacity)) for pool in pools]
+            self.capacity = grown
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [1, H_kv, N, d] states to their places; return the whole pools, for `slot_attention` to read."""
+        if layer_idx not in self.pools:
+            # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
+            self.pools[layer_idx] = [
+                torch.zeros(self.slots, s.shape[1], self.capacity, s.shape[3], dtype=self.dtype, device=s.device)
+                for s in (key_states, value_states)
+            ]
+        keys, values = self.pools[layer_idx]
+        keys[self.rows, :, self.columns] = key_states[0].transpose(0, 1).to(self.dtype)
+        values[self.rows, :, self.columns] = value_states[0].transpose(0, 1).to(self.dtype)
+        return keys, values
+
+    def copy(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of one slot to others."""
+        for pools in self.pools.values():
+            for pool in pools:
+                pool[targets, :, :length] = pool[source, :, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always given explicitly; no model may derive them from the cache
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, N, d]
+    key: torch.Tensor,  # [slots, H_kv, capacity, d], this forward's keys already in it
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_layout: Layout | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a flat batch over the slots (transformers' attention interface). Returns [1, N, H, d]."""
+    for name in ("softcap", "s_aux", "position_bias", "sinks"):
+        if options.get(name) is not None:
+            raise UsageError(f"--engine torch: attention option `{name}` of {type(module).__name__} is not supported")
+    if slot_layout is None:
+        raise UsageError(f"--engine torch: {type(module).__name__} does not pass options to its attention function")
+    outputs = []
+    for start, stop, row, mask in slot_layout.chunks:
+        keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
+        outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
+    n, _, _, length = slot_layout.row_mask.shape
+    last = query[0, :, -n:].transpose(0, 1)[:, :, None]  # [n, H, 1, d]
+    output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, 1, H, d]
+    outputs.append(output.transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _attend(
+    query: torch.Tensor,  # [b, H, q, d]
+    key: torch.Tensor,  # [b, H_kv, K, d]
+    value: torch.Tensor,
+    mask: torch.Tensor,  # [b, 1, q, K]
+    scaling: float | None,
+) -> torch.Tensor:
+    """softmax(query key^T * scaling + mask) value: [b, q, H, d].
+
+    Grouped queries: the heads that share a key head become more query positions of it, so keys are read once and not
+    repeated.
+    """
+    b, heads, q, _ = query.shape
+    share = heads // key.shape[1]
+    if share > 1:
+        query = query.reshape(b, key.shape[1], share * q, -1)
+        mask = mask if q == 1 else mask.repeat(1, 1, share, 1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype), scale=scaling)
+    return output.reshape(b, heads, q, -1).transpose(1, 2)
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+class TorchEngine:
+    """Continuous batching in process (see the module's text). Implements `grpo.engines.Engine`.
+
+    Args:
+        model: a causal LM, used as it is: after an optimiser step nothing has to be copied. Sampling runs it in eval
+            mode with the engine's attention and leaves both as they were.
+        eos_ids: ids that end a turn.
+        max_context: most tokens an episode can have, prompt and completion together. None: what the model can have.
+        slots: episodes held at once; more than that wait in line.
+        device: of the model.
+        seed: run seed; a token's randomness is a hash of (seed, step, scenario, member, turn, position).
+        sampling: temperature and top-p unless `start` says otherwise.
+        dtype: compute type, through autocast where it is not the weights' own. Default: the weights'.
+
+    Raises:
+        UsageError: a model this engine would run wrongly (sliding window shorter than `max_context`, recurrent layers,
+            attention that is not pluggable), or `max_context` beyond the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eos_ids: Collection[int],
+        max_context: int | None = None,
+        slots: int = 64,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        sampling: SamplingConfig | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.model, self.eos_ids, self.slots = model, frozenset(eos_ids), slots
+        self.device, self.seed, self.default_sampling = torch.device(device), seed, sampling or SamplingConfig()
+        weights = next(model.parameters()).dtype
+        self.autocast_dtype = dtype if dtype not in (None, weights) else None
+        self.max_context = _checked_context(model, max_context)
+        self.cache = SlotCache(slots, self.autocast_dtype or weights)
+        self.start(0)
+        self._check_forward()
+        self.start(0)
+
+    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+        """Begin a rollout batch. Every cached key and value is forgotten: the weights may have changed."""
+        self._step, self.sampling = step, sampling or self.default_sampling
+        self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
+        self._rows: list[Row] = []  # row i of the cache belongs to _rows[i]
+        self._queue: deque[TurnRequest] = deque()
+        self._modules = list(self.model.modules())
+
+    @property
+    def num_active(self) -> int:
+        """Episodes that hold a slot or wait for one."""
+        return len(self._rows) + len(self._queue)
+
+    def submit(self, request: TurnRequest) -> None:
+        """Queue a turn. An episode that holds a slot goes on in it; its prompt must begin with what is there.
+
+        Raises:
+            ValueError: nothing to sample from or no room, a turn of this episode is still running, or a prompt that
+                rewrites the episode's past.
+        """
+        prompt, key = request.prompt_ids, request.key
+        if not prompt or request.max_tokens < 1:
+            raise ValueError(f"turn {request.turn} of episode {key}: empty prompt or max_tokens < 1")
+        if len(prompt) + request.max_tokens > self.max_context:
+            raise ValueError(
+                f"turn {request.turn} of episode {key}: {len(prompt)} prompt tokens and max_tokens "
+                f"{request.max_tokens} exceed max_context {self.max_context}"
+            )
+        if any(waiting.key == key for waiting in self._queue):
+            raise ValueError(f"episode {key} already waits for a slot")
+        row = next((row for row in self._rows if row.key == key), None)
+        if row is None:
+            self._queue.append(request)
+            return
+        if row.sampling:
+            raise ValueError(f"episode {key} is still sampling its previous turn")
+        if list(prompt[: len(row.ids)]) != row.ids:
+            raise ValueError(f"turn {request.turn} of episode {key} does not begin with the turns before it")
+        row.ids.extend(prompt[len(row.ids) :])
+        self._begin_turn(row, request)
+
+    def release(self, key: Key) -> None:
+        """Free the episode's slot; the last row moves into it, so that live rows stay 0..n-1."""
+        self._queue = deque(request for request in self._queue if request.key != key)
+        for index, row in enumerate(self._rows):
+            if row.key == key:
+                last = self._rows.pop()
+                if last is not row:
+                    with torch.inference_mode():
+                        self.cache.copy(len(self._rows), [index], last.cached)
+                    self._rows[index] = last
+                return
+
+    @torch.inference_mode()
+    def step(self) -> list[TurnOutput]:
+        """One forward: each live episode gets one token further. Returns the turns that ended with it.
+
+        Raises:
+            FloatingPointError: the model's logits are not finite.
+        """
+        self._admit()
+        if not self._rows:
+            return []
+        logits = self._forward()  # [n, V]
+        streams = np.concatenate([row.stream for row in self._rows])
+        positions = np.array([row.position + len(row.logprobs) for row in self._rows])
+        uniform = torch.from_numpy(uniforms(streams, positions)).to(self.device)
+        tokens, logprobs = sample(logits, uniform, self.sampling)
+        return self._collect(tokens.tolist(), logprobs.tolist())
+
+    def _begin_turn(self, row: Row, request: TurnRequest) -> None:
+        row.sampling, row.max_tokens, row.position, row.logprobs = True, request.max_tokens, request.position, []
+        row.stream = random_stream(self._seed, self._step, *request.key, request.turn)
+
+    def _admit(self) -> None:
+        """Give free slots to waiting episodes, each with the longest prefix of its prompt that a live row has.
+
+        An episode whose prefix is only being computed in this step keeps waiting: one step later it can copy it.
+        """
+        if not self._queue:
+            return
+        donors: dict[tuple[int, ...], int] = {}  # a prompt and one row that begins with it
+        for index, row in enumerate(self._rows):
+            donors.setdefault(row.first_prompt, index)
+        copies: dict[tuple[int, int], list[int]] = {}  # (source row, length) -> target rows
+        waiting: deque[TurnRequest] = deque()
+        for request in self._queue:
+            prompt = request.prompt_ids
+            donor, shared = _longest_prefix(prompt, donors)
+            shared = min(shared, len(prompt) - 1)  # the last token is always fed: its logits are needed
+            if len(self._rows) == self.slots or (shared and self._rows[donor].cached < shared):
+                waiting.append(request)
+                continue
+            index = len(self._rows)
+            row = Row(request.key, prompt, list(prompt), cached=shared)
+            self._begin_turn(row, request)
+            self._rows.append(row)
+            donors.setdefault(prompt, index)
+            if shared:
+                copies.setdefault((donor, shared), []).append(index)
+        self._queue = waiting
+        for (source, length), targets in copies.items():
+            self.cache.copy(source, targets, length)
+
+    def _forward(self) -> torch.Tensor:
+        """Feed every row's tokens that are not cached yet; logits after each row's last token: [n, V]."""
+        ids: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        chunks = []
+        for index, row in enumerate(self._rows):
+            first, last = row.cached, len(row.ids) - 1
+            if first < last:
+                columns = torch.arange(_round_up(last), device=self.device)
+                mask = columns <= torch.arange(first, last, device=self.device)[:, None]  # [q, K]
+                chunks.append((len(ids), len(ids) + last - first, index, self._additive(mask[None, None])))
+                ids.extend(row.ids[first:last])
+                rows.extend([index] * (last - first))
+                positions.extend(range(first, last))
+        lengths = [len(row.ids) for row in self._rows]
+        ids.extend(row.ids[-1] for row in self._rows)
+        rows.extend(range(len(lengths)))
+        positions.extend(length - 1 for length in lengths)
+        table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
+        columns = torch.arange(_round_up(max(lengths)), device=self.device)
+        row_mask = self._additive((columns <= table[2, -len(lengths) :, None])[:, None, None])  # [n, 1, 1, K]
+        self.cache.place(table[1], table[2], max(lengths))
+        with self._sampling_mode():
+            logits = self.model(
+                input_ids=table[None, 0],
+                position_ids=table[None, 2],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=len(lengths),
+                slot_layout=Layout(chunks, row_mask),
+            ).logits[0]
+        for row, length in zip(self._rows, lengths):
+            row.cached = length
+        return logits
+
+    def _collect(self, tokens: list[int], logprobs: list[float]) -> list[TurnOutput]:
+        outputs = []
+        for row, token, logprob in zip(self._rows, tokens, logprobs):
+            if not row.sampling:
+                continue  # waits for its next turn: its last token was only fed again, to the same place
+            if logprob != logprob:
+                raise FloatingPointError(f"episode {row.key}: the model's logits are not finite")
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            stopped = token in self.eos_ids
+            if stopped or len(row.logprobs) == row.max_tokens:
+                row.sampling = False
+                sampled = tuple(row.ids[-len(row.logprobs) :])
+                outputs.append(TurnOutput(row.key, sampled, tuple(row.logprobs), "stop" if stopped else "length"))
+        return outputs
+
+    def _additive(self, mask: torch.Tensor) -> torch.Tensor:
+        """A boolean mask as 0 and -inf: attention on a CPU is a tenth faster than with booleans."""
+        return torch.zeros(mask.shape, dtype=self.cache.dtype, device=self.device).masked_fill_(~mask, -torch.inf)
+
+    @contextlib.contextmanager
+    def _sampling_mode(self, attention: str = ATTENTION_NAME) -> Iterator[None]:
+        """Eval mode and the engine's attention, both put back afterwards: the trainer shares the module."""
+        training = [module for module in self._modules if module.training]
+        config = self.model.config.get_text_config()
+        trainers_attention = config._attn_implementation
+        for module in training:
+            module.training = False
+        config._attn_implementation = attention
+        try:
+            with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+                yield
+        finally:
+            config._attn_implementation = trainers_attention
+            for module in training:
+                module.training = True
+
+    @torch.inference_mode()
+    def _check_forward(self) -> None:
+        """Two turns through the cache against one plain forward: the same logits, or the model is refused."""
+        vocab = self.model.config.get_text_config().vocab_size
+        ids = [(7 * i + 3) % vocab for i in range(min(9, self.max_context))]
+        half = len(ids) // 2
+        self._rows = [Row((0, 0), (), ids[:half])]
+        try:
+            first = self._forward()
+            self._rows[0].ids.extend(ids[half:])
+            actual = torch.cat([first, self._forward()]).float()
+            with self._sampling_mode(attention=self.model.config.get_text_config()._attn_implementation):
+                logits = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        except (TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"--engine torch: cannot run {type(self.model).__name__} ({reason})") from error
+        expected = logits[[half - 1, len(ids) - 1]].float()
+        tolerance = 1e-3 if self.cache.dtype == torch.float32 else 0.1
+        if not torch.allclose(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0):
+            raise UsageError(
+                f"--engine torch: {type(self.model).__name__} gives other logits through this engine's cache than by "
+                "itself; its attention is of a kind this engine does not support"
+            )
+
+
+def _round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _longest_prefix(prompt: tuple[int, ...], donors: dict[tuple[int, ...], int]) -> tuple[int, int]:
+    """The row whose first prompt shares the most leading ids with `prompt`, and how many: (row, length)."""
+    if prompt in donors:
+        return donors[prompt], len(prompt)
+    best = (0, 0)
+    for other, row in donors.items():
+        low, high = 0, min(len(prompt), len(other))
+        while low < high:  # bisection: comparing slices is much faster than comparing ids one by one
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if prompt[low:middle] == other[low:middle] else (low, middle - 1)
+        if low > best[1]:
+            best = (row, low)
+    return best
+
+
+def _checked_context(model: Any, wanted: int | None) -> int:
+    """The most tokens an episode can have: `wanted`, or all the model takes. UsageError where it cannot run here."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"]
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"})
+    if strange or getattr(model, "_is_stateful", False):
+        raise UsageError(f"--engine torch: {name} has layers that are not attention ({', '.join(strange) or 'state'})")
+    limits = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+    if "sliding_attention" in kinds:
+        limits["sliding_window"] = getattr(config, "sliding_window", None)
+    if "chunked_attention" in kinds:
+        limits["attention_chunk_size"] = getattr(config, "attention_chunk_size", None)
+    limits = {option: limit for option, limit in limits.items() if limit}
+    if wanted is None:
+        if not limits:
+            raise UsageError(f"--engine torch: {name} does not say how long its context is")
+        return min(limits.values())
+    for option, limit in limits.items():
+        if limit < wanted:
+            raise UsageError(f"--engine torch: a context of {wanted} tokens exceeds {option} {limit} of {name}")
+    return wanted
