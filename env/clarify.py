@@ -121,8 +121,9 @@ class ClarifyEnv:
 
         Raises RuntimeError where it does not run, ValueError for another reason.
         """
+        stop_reason = StopReason(stop_reason)
         if stop_reason not in OUTSIDE_REASONS:
-            raise ValueError(f"{stop_reason}: only the environment ends an episode for this reason")
+            raise ValueError(f"{stop_reason.value}: only the environment ends an episode for this reason")
         self._require_running()
         self._update(stop_reason=stop_reason)
         return self.record

@@ -9,8 +9,8 @@ from __future__ import annotations
 from scenarios.schema import Scenario
 
 SYSTEM = (
-    "You turn a vague request into a plan. Make one tool call per turn. Ask for what is missing with ask_question, "
-    "one thing at a time. Then call propose_plan once, using only what the user told you."
+    "You turn a vague request into a plan. Make one tool call per turn. Ask for what you do not know with "
+    "ask_question, one thing at a time. Then call propose_plan once, using only what the user told you."
 )
 
 TOOLS: list[dict] = [

@@ -95,7 +95,7 @@ def training_scenario(run_seed: int, index: int) -> Scenario:
 def held_out(limit: int | None = 50) -> list[Scenario]:
     """The first `limit` scenarios of the fixed held-out file, all of them (50 per family) for None.
 
-    The file's order makes every prefix stratified: families alternate, and within each the difficulties do.
+    The file's order makes every prefix stratified: families alternate, and so do difficulties.
     Raises ValueError where the limit is negative or above the file's length.
     """
     scenarios = _held_out_file()
@@ -112,10 +112,9 @@ def make_held_out() -> list[Scenario]:
     scenarios: dict[tuple, Scenario] = {}
     families = list(FAMILIES)
     for slot in range(HELD_OUT_PER_FAMILY * len(families)):
-        turn, place = divmod(slot, len(families))
-        # Each family starts its cycle at another difficulty, so that a prefix is balanced over both.
-        difficulty = DIFFICULTIES[(turn + place) % len(DIFFICULTIES)]
-        candidates = (generate(seed, difficulty, families[place]) for seed in seeds)
+        # Five families and three difficulties have no common divisor: fifteen slots hold each pair once.
+        family, difficulty = families[slot % len(families)], DIFFICULTIES[slot % len(DIFFICULTIES)]
+        candidates = (generate(seed, difficulty, family) for seed in seeds)
         scenario = next(s for s in candidates if _profile_key(s) not in scenarios)
         scenarios[_profile_key(scenario)] = scenario
     return list(scenarios.values())
@@ -141,6 +140,11 @@ def _held_out_profiles() -> frozenset:
     return frozenset(_profile_key(scenario) for scenario in _held_out_file())
 
 
+def main(path: Path = HELD_OUT_FILE) -> None:
+    """Writes the held-out file anew."""
+    path.write_text(held_out_text(), encoding="utf-8", newline="\n")
+    print(f"{path}: {len(load_scenarios(path))} scenarios")
+
+
 if __name__ == "__main__":
-    HELD_OUT_FILE.write_text(held_out_text(), encoding="utf-8")
-    print(f"{HELD_OUT_FILE}: {len(load_scenarios(HELD_OUT_FILE))} scenarios")
+    main()
