@@ -121,7 +121,7 @@ def plot_deltas(comparison: Mapping[str, Any], path: str | Path) -> Path:
     figure, axes = _figure(f"Change against {models[0]} on the same scenarios", wide=True)
     others = range(1, len(models))
     for index in others:
-        offset = (index - len(models) / 2) * 0.8 / max(1, len(models) - 1)
+        offset = (index - len(models) / 2) * 0.5 / max(1, len(models) - 1)
         at = np.arange(len(rows)) - offset
         deltas = [row["models"][index] for row in rows]
         means = np.array([cell["delta"] for cell in deltas])

@@ -5,12 +5,29 @@ import json
 
 import numpy as np
 import pytest
+import toy
 
+from env import policies
 from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
 from env.families import FAMILIES
+from env.policies import POLICIES, ScriptedPolicy
+from env.prompts import TOOLS
 from env.rubrics import score
 from grpo import console
-from grpo.evaluate import RUBRIC_PARTS, bootstrap_interval, report, scenarios_hash, spread, wilson_interval
+from grpo.chat import ChatTokens
+from grpo.engines import TurnOutput, TurnRequest
+from grpo.engines.torch_engine import TorchEngine
+from grpo.evaluate import (
+    EVAL_SEED,
+    RUBRIC_PARTS,
+    bootstrap_interval,
+    evaluate_model,
+    evaluate_policy,
+    report,
+    scenarios_hash,
+    spread,
+    wilson_interval,
+)
 from scenarios.generator import generate, held_out
 from scenarios.schema import Scenario
 
@@ -192,3 +209,84 @@ def test_table_shows_families_average_interval_and_both_rubrics(four, capsys, mo
         assert family in out
     assert "temperature 0.7" in out and "50% [15%, 85%]" in out and "card rubric" in out and "gated rubric" in out
     assert "environment errors" in out
+
+
+# ------------------------------------------------------------------------------------------------------------ playing
+
+
+class ScriptedEngine:
+    """An engine whose model always writes the given turns: texts[scenario index][turn]."""
+
+    max_context = 4096
+    num_active = 0
+
+    def __init__(self, tokenizer, texts: list[list[str]]):
+        self.tokenizer, self.texts = tokenizer, texts
+        self.requests: list[TurnRequest] = []
+        self.queue: list[TurnRequest] = []
+        self.sampling = None
+
+    def start(self, step, sampling=None):
+        self.step_number, self.sampling = step, sampling
+
+    def submit(self, request):
+        self.requests.append(request)
+        self.queue.append(request)
+
+    def step(self):
+        request = self.queue.pop()  # the last submitted first: episodes end in another order than they were given
+        text = self.texts[request.key[0]][request.turn]
+        ids = (*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id)
+        return [TurnOutput(request.key, ids, (0.0,) * len(ids), "stop")]
+
+    def release(self, key):
+        pass
+
+
+def test_a_model_that_writes_what_a_script_writes_gets_the_same_report():
+    """Through tokens or through text: one environment, one report."""
+    scenarios = held_out(15)
+    expected = evaluate_policy("ask-all", scenarios)
+    turns = [policies.play(ScriptedPolicy("ask-all", expected["seed"]), scenario)[1] for scenario in scenarios]
+    tokenizer = toy.make_tokenizer()
+    engine = ScriptedEngine(tokenizer, [[text for text, _ in played] for played in turns])
+    progress = []
+    result = evaluate_model(
+        engine, ChatTokens(tokenizer, TOOLS), scenarios, model="m", temperature=0.7, max_completion_len=4000,
+        progress=lambda done, total: progress.append((done, total)),
+    )  # fmt: skip
+    for key in ("avg_score", "families", "rubrics", "stop_reasons", "scenarios", "mean_questions", "episodes"):
+        assert result[key] == expected[key], key
+    assert progress[-1] == (15, 15)
+    assert (engine.sampling.temperature, engine.sampling.seed, engine.step_number) == (0.7, EVAL_SEED, 0)
+    assert {request.key for request in engine.requests} == {(index, 0) for index in range(15)}  # groups of one
+
+
+def test_evaluation_of_a_real_model_is_repeatable_whatever_the_run_seed():
+    tokenizer = toy.make_tokenizer()
+    model, chat, scenarios = toy.make_model(tokenizer), ChatTokens(tokenizer, TOOLS), held_out(2)
+
+    def played(run_seed: int, **options) -> dict:
+        engine = TorchEngine(model, chat.eos_ids, max_context=2000, slots=2, seed=run_seed)
+        options = {"temperature": 1.0, "max_completion_len": 12, "model": "toy"} | options
+        return evaluate_model(engine, chat, scenarios, **options)
+
+    first = played(run_seed=1)
+    assert first == played(run_seed=2)
+    assert first["truncation_rate"] == 1 and first["avg_score"] == 0  # random weights say nothing in 12 tokens
+    assert first["episodes"] != played(1, seed=5)["episodes"]
+    greedy = played(1, temperature=0.0)
+    assert greedy["episodes"] == played(1, temperature=0.0, seed=5)["episodes"]
+
+
+def test_baselines_rank_as_they_should():
+    scores = {name: evaluate_policy(name, held_out(50)) for name in POLICIES}
+    assert scores["ask-all"]["avg_score"] > 0.75 > scores["guess"]["avg_score"] > scores["random"]["avg_score"]
+    assert scores["ask-all"]["hallucination_rate"] == 0 and scores["guess"]["mean_questions"] == 0
+    assert scores["ask-all"]["format_pass_rate"] == 1
+    assert all(row["n"] == 10 for row in scores["guess"]["families"].values())
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="unknown policy 'asker'"):
+        evaluate_policy("asker", held_out(1))

@@ -1,0 +1,174 @@
+"""`python eval.py`: what it accepts, what it writes, and how it says no."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from env.families import FAMILIES
+from grpo.console import run_entry
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("eval_script", ROOT / "eval.py")
+eval_script = importlib.util.module_from_spec(spec)
+sys.modules["eval_script"] = eval_script  # dataclasses look their module up
+spec.loader.exec_module(eval_script)
+
+PUBLISHED = [
+    {
+        "family": "coding_requirements", "task_id": task_id, "task_title": "Mild Ambiguity", "request": "Build an API.",
+        "hidden_profile": {"stack": "go+gin", "scale": "small"}, "critical_fields": ["scale", "stack"],
+        "required_keys": ["stack", "scale", "auth", "datastore"], "field_keys": ["scale", "stack"],
+        "max_steps": 8, "max_questions": 6, "seed": 10_000 + seed,
+    }
+    for task_id in ("easy", "medium", "hard") for seed in range(2)
+]  # fmt: skip
+"""The schema of the published file: another name for coding, required keys that the profile lacks."""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `eval.py ARGS`; returns (exit code, stdout, stderr)."""
+
+    def run_it(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+        code = 0
+        try:
+            run_entry(eval_script.main)
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run_it
+
+
+@pytest.fixture
+def published(tmp_path) -> Path:
+    path = tmp_path / "published.json"
+    path.write_text(json.dumps(PUBLISHED))
+    return path
+
+
+def test_report_as_table_and_as_json(run, tmp_path):
+    output = tmp_path / "ask.json"
+    code, out, _ = run("--model", "ask-all", "--limit", 10, "--output", output)
+    assert code == 0 and str(output) in out and all(family in out for family in FAMILIES)
+    report = json.loads(output.read_text(), parse_constant=pytest.fail)
+    assert (report["model"], report["n"], report["rubric"]) == ("ask-all", 10, "card")
+    assert report["scenarios"]["file"] == "held_out.json" and len(report["scenarios"]["file_sha256"]) == 64
+    assert report["versions"]["torch"] and len(report["episodes"]) == 10
+    talk = report["episodes"][0]["conversation"]
+    assert [message["role"] for message in talk[:3]] == ["user", "assistant", "tool"]
+    assert f"{report['avg_score']:.3f}" in out
+
+
+def test_defaults_are_fifty_scenarios_ten_per_family(run, tmp_path):
+    run("--model", "guess", "--output", tmp_path / "a.json")
+    families = json.loads((tmp_path / "a.json").read_text())["families"]
+    assert {family: row["n"] for family, row in families.items()} == dict.fromkeys(FAMILIES, 10)
+    run("--model", "guess", "--full", "--output", tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["n"] == 250
+
+
+def test_published_schema_is_playable_and_fair(run, tmp_path, published):
+    code, _, _ = run("--model", "ask-all", "--scenarios", published, "--output", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert code == 0 and report["n"] == 6 and report["scenarios"]["file"] == "published.json"
+    assert report["families"]["coding"]["n"] == 6 and report["families"]["medical_intake"]["n"] == 0
+    assert report["format_pass_rate"] == 1  # an honest plan passes although the file requires fields nobody has
+    run("--model", "ask-all", "--scenarios", published, "--limit", 3, "--output", tmp_path / "three.json")
+    rows = json.loads((tmp_path / "three.json").read_text())["episodes"]
+    assert sorted(row["task_id"] for row in rows) == ["easy", "hard", "medium"]
+
+
+def test_rubric_decides_what_is_averaged(run, tmp_path):
+    for rubric in ("card", "gated"):
+        run("--model", "ask-all", "--rubric", rubric, "--limit", 10, "--output", tmp_path / f"{rubric}.json")
+    card, gated = (json.loads((tmp_path / f"{rubric}.json").read_text()) for rubric in ("card", "gated"))
+    assert card["avg_score"] != gated["avg_score"]
+    assert card["avg_score"] == card["rubrics"]["card"]["avg_score"] == gated["rubrics"]["card"]["avg_score"]
+    assert gated["avg_score"] == gated["rubrics"]["gated"]["avg_score"]
+
+
+def test_compare_prints_changes_and_draws_them(run, tmp_path):
+    for model in ("guess", "random", "ask-all"):
+        run("--model", model, "--limit", 20, "--output", tmp_path / f"{model}.json")
+    files = [tmp_path / f"{model}.json" for model in ("guess", "random", "ask-all")]
+    code, out, _ = run("--compare", *files)
+    means = [json.loads(path.read_text())["avg_score"] for path in files]
+    assert code == 0 and f"{means[2] - means[0]:+.3f} [" in out and f"{means[1] - means[0]:+.3f} [" in out
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert run("--compare", *files[:2], "--plot", tmp_path / "my.png")[0] == 0 and (tmp_path / "my.png").exists()
+    code, _, err = run("--compare", *files[:2], "--plot", tmp_path / "my.png")
+    assert code == 2 and "my.png: exists" in err
+
+
+def test_an_existing_output_is_kept_unless_asked(run, tmp_path):
+    output = tmp_path / "out.json"
+    output.write_text("precious")
+    code, _, err = run("--model", "guess", "--limit", 5, "--output", output)
+    assert code == 2 and "out.json: exists" in err and output.read_text() == "precious"
+    assert run("--model", "guess", "--limit", 5, "--output", output, "--overwrite")[0] == 0
+    assert json.loads(output.read_text())["n"] == 5
+
+
+BAD = {
+    "missing file": (["--scenarios", "no.json"], "no.json"),
+    "no JSON": (["--scenarios", "text.json"], "text.json: not JSON"),
+    "unknown family": (["--scenarios", "family.json"], "unknown family 'cooking'"),
+    "empty file": (["--scenarios", "empty.json"], "empty.json"),
+    "more than there are": (["--scenarios", "good.json", "--limit", "7"], "--limit 7: .*holds 6 scenarios"),
+    "more than are held out": (["--limit", "251"], "--limit 251: .*250"),
+    "no scenarios": (["--limit", "0"], "--limit 0: must be at least 1"),
+    "negative temperature": (["--temperature", "-1"], "--temperature -1"),
+    "NaN temperature": (["--temperature", "nan"], "--temperature nan"),
+    "top-p": (["--top-p", "0"], "--top-p 0.0"),
+    "no tokens": (["--max-completion-len", "0"], "--max-completion-len 0"),
+    "full and limit": (["--full", "--limit", "5"], "--full"),
+    "plot without compare": (["--plot", "x.png"], "--plot: needs --compare"),
+    "output is a folder": (["--output", "."], "is a folder"),
+    "output nowhere": (["--output", "nowhere/out.json"], "nowhere/out.json: its folder does not exist"),
+    "greedy script": (["--also-greedy"], "--also-greedy: guess is a scripted policy"),
+    "one report": (["--compare", "good.json"], "at least two|not an evaluation"),
+    "no report": (["--compare", "good.json", "good.json"], "good.json: not an evaluation"),
+}
+
+
+@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    Path("good.json").write_text(json.dumps(PUBLISHED))
+    Path("text.json").write_text("not json at all")
+    Path("empty.json").write_text("[]")
+    Path("family.json").write_text(json.dumps([PUBLISHED[0] | {"family": "cooking"}]))
+    before = sorted(Path(".").iterdir())
+    code, out, err = run("--model", "guess", *args)
+    assert code == 2 and re.search(message, err), err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert out == "" and sorted(Path(".").iterdir()) == before
+
+
+@pytest.mark.parametrize("args", [["--modle", "tiny"], ["--rubric", "star"], ["--limit", "many"]])
+def test_flags_that_do_not_parse_are_code_2(run, args):
+    code, out, err = run(*args)
+    assert code == 2 and out == "" and args[0] in err
+
+
+def test_every_flag_has_a_line_of_help():
+    lines = (ROOT / "eval.py").read_text().split("\n")
+    for name in eval_script.Arguments.__dataclass_fields__:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}: "))
+        assert lines[at + 1].strip().startswith('"""'), name
+
+
+def test_it_runs_as_a_script():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), "--model", "guess", "--limit", "5"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and "guess: 5 scenarios" in done.stdout, done.stderr
