@@ -16,7 +16,7 @@ from grpo.chat import ChatTokens
 from grpo.config import Config
 from grpo.data_types import Group, TokenBatch
 from grpo.engines import Engine
-from grpo.loss import grpo_loss, reduce_metrics
+from grpo.loss import grpo_loss, kl_reward_penalty
 from grpo.model import Policy, token_logprobs
 from grpo.reference import Reference
 from grpo.rollout import rollout
@@ -128,7 +128,7 @@ class Trainer:
         penalties = torch.zeros(len(rewards) * group_size)
         for batch, ref in zip(batches, ref_logprobs):
             logprobs, _ = token_logprobs(self.policy, batch, self.config.rollout.temperature)
-            penalties += adv.kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
+            penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
         beta, flat = self.config.loss.beta, penalties.tolist()
         return [
             [None if r is None else r - beta * flat[g * group_size + i] for i, r in enumerate(group)]
@@ -182,8 +182,9 @@ class Trainer:
             finite = bool(torch.isfinite(grad_norm) & torch.isfinite(step_loss))
             if finite and batches:
                 self.optimizer.step()
-            values = log_values(step_loss, step_metrics)
-            logged.append(values | {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite})
+            values = combine_metrics(step_metrics, sum(len(batch.targets) for batch in batches))
+            values |= {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite}
+            logged.append(values | {"loss": float(step_loss)})
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
 
 
@@ -197,13 +198,10 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.optim.learning_rate, betas=(0.9, 0.999), fused=True)
 
 
-# The loss's metrics (`grpo_loss`) -> their names in the log.
+# The loss's metrics (see `grpo_loss`) -> their names in the log.
 LOGGED = {
     "kl": "kl",
     "entropy": "entropy",
-    "policy_loss": "loss/policy",
-    "kl_loss": "loss/kl",
-    "entropy_loss": "loss/entropy",
     "ratio": "ratio/mean",
     "ratio_min": "ratio/min",
     "ratio_max": "ratio/max",
@@ -216,12 +214,15 @@ LOGGED = {
 }
 
 
-def log_values(loss: torch.Tensor, metrics: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """One optimiser step's loss and metrics, read from the device once, under their names in the log."""
-    values = {"loss": float(loss)}
-    for name, value in (reduce_metrics(metrics) if metrics else {}).items():
-        if name in LOGGED:
-            values[LOGGED[name]] = float(value)
+def combine_metrics(microbatches: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> dict[str, float]:
+    """The metrics of one optimiser step, read from the device once: extremes kept, sums divided by the token count."""
+    values = {}
+    for name, logged in LOGGED.items():
+        parts = [metrics[name] for metrics in microbatches if name in metrics]
+        if parts:
+            stacked = torch.stack(parts)
+            extreme = {"max": stacked.max, "min": stacked.min}.get(name.rsplit("_")[-1])
+            values[logged] = float(extreme() if extreme else stacked.sum() / num_tokens)
     if "clip_ratio/low_mean" in values:
         values["clip_ratio/region_mean"] = values["clip_ratio/low_mean"] + values["clip_ratio/high_mean"]
     return values

@@ -1,0 +1,178 @@
+"""A training run from flags to folder: header, evaluation, steps, checkpoints, final model, evaluation, plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from env.prompts import TOOLS, first_messages
+from grpo import checkpoint, compare, config, console, evaluate, plots, run_folder
+from grpo.chat import ChatTokens
+from grpo.config import Config
+from grpo.engines.torch_engine import TorchEngine
+from grpo.metrics import LogHistory, step_metrics, write_completions
+from grpo.model import CHUNK_LOGITS, Policy, load_policy
+from grpo.reference import Reference
+from grpo.sampling import SamplingConfig
+from grpo.trainer import Trainer
+from scenarios.generator import held_out
+from scenarios.schema import Scenario
+
+PROMPT_MARGIN = 64  # tokens
+
+
+def start(args: list[str]) -> None:
+    """`train.py ARGS`: a new run, or with `--resume FOLDER` the rest of one.
+
+    Raises:
+        UsageError: bad flags or values, a folder that must not be touched, a model that cannot be loaded. Nothing has
+            been written then.
+    """
+    resume = config.flag_value(args, "resume")
+    if resume:
+        folder = Path(resume)
+        stored = run_folder.stored_config(folder)
+        settings = config.parse(args, defaults=stored)
+        config.refuse_changes(stored, settings)
+        checkpoint.newest(folder)
+    else:
+        settings = config.parse(args)
+        folder = run_folder.choose(settings)
+    train(settings, folder, resumed=bool(resume))
+
+
+def train(settings: Config, folder: Path, resumed: bool = False) -> None:
+    """Run (or finish) the training described by `settings` in `folder`."""
+    policy = load_policy(settings.model)
+    chat = make_chat(policy)
+    reference = Reference(settings.model) if settings.loss.beta > 0 else None
+    engine = make_engine(settings, policy, chat, held_out(None))
+    trainer = Trainer(settings, policy, engine, chat, reference)
+    if resumed:
+        done = checkpoint.load(checkpoint.newest(folder), policy.model, trainer.optimizer)
+    else:
+        done = 0
+        run_folder.create(folder, settings)
+    console.print_header(header(settings, policy, reference, folder, done), title="GRPO: ask before you act")
+
+    before = evaluated(settings, trainer, folder / "eval_before.json", "base")
+    history = LogHistory(folder / "log_history.json")
+    history.truncate_to(done)
+    total = settings.optim.num_steps
+    with console.StepProgress(total, done) as progress:
+        for index in range(done, total):
+            result = trainer.step(index)
+            row = step_metrics(
+                result.groups,
+                step=index + 1,
+                losses=result.losses,
+                seconds=result.seconds,
+                num_tokens_before=history.rows[-1]["num_tokens"] if history.rows else 0,
+            )
+            write_completions(folder / "completions", index + 1, result.groups, result.advantages)
+            history.append(row)
+            progress.update(row)
+            last = index + 1 == total
+            if last or (settings.run.save_every and (index + 1) % settings.run.save_every == 0):
+                checkpoint.save(folder, index + 1, policy.model, trainer.optimizer, settings.run.keep_checkpoints)
+
+    save_final(policy, folder / "final")
+    after = evaluated(settings, trainer, folder / "eval_after.json", "trained")
+    comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
+    plots.plot_run(folder / "plots", history.rows, comparison)
+    console.print_outcome(comparison, artefacts(folder))
+
+
+def make_chat(policy: Policy) -> ChatTokens:
+    """Messages to ids with the environment's tools; training and evaluation render the same prompts with it."""
+    return ChatTokens(policy.tokenizer, TOOLS, policy.model.generation_config)
+
+
+def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> TorchEngine:
+    """The sampler. It reads the policy's own weights, so nothing has to be synchronised after an update.
+
+    Its cache has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
+    same kind) plus the episode's token budget, as far as the model's positions go.
+    """
+    longest = max(len(chat.first_prompt(first_messages(scenario))) for scenario in scenarios)
+    context = longest + PROMPT_MARGIN + settings.rollout.max_completion_len
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    return TorchEngine(
+        policy.model,
+        chat.eos_ids,
+        max_context=min(context, positions or context),
+        slots=settings.rollout.max_concurrent,
+        device=policy.device,
+        seed=settings.run.seed,
+        sampling=SamplingConfig(settings.rollout.temperature, settings.rollout.top_p),
+        dtype=policy.dtype,
+    )
+
+
+def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict[str, Any] | None:
+    """Evaluate the policy as it is and write `path`; a resumed run reads what is there already."""
+    if settings.eval.eval_limit == 0:
+        return None
+    if path.exists():
+        return compare.load_report(path)
+    scenarios = held_out(settings.eval.eval_limit)
+    reports = []
+    for temperature in (settings.eval.eval_temperature, 0.0):
+        label = f"evaluating {name}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+        with console.episode_progress(label, len(scenarios)) as progress:
+            reports.append(
+                evaluate.evaluate_model(
+                    trainer.engine,
+                    trainer.chat,
+                    scenarios,
+                    model=name,
+                    rubric=settings.eval.rubric,
+                    temperature=temperature,
+                    max_completion_len=settings.rollout.max_completion_len,
+                    progress=progress,
+                )
+            )
+    report, greedy = reports
+    report["greedy"] = {key: value for key, value in greedy.items() if key != "episodes"}
+    run_folder.write_json(path, report)
+    return report
+
+
+def save_final(policy: Policy, folder: Path) -> None:
+    """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings."""
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def header(settings: Config, policy: Policy, reference: Reference | None, folder: Path, done: int) -> dict[str, str]:
+    """What is about to run, for the panel at the start."""
+    rollout, optim = settings.rollout, settings.optim
+    loss = settings.loss
+    anchor = f"beta {loss.beta:g}, {loss.kl_estimator} in the {loss.kl_in}, frozen {policy.name}"
+    rows = {
+        "recipe": settings.run.recipe,
+        "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters",
+        "device": f"{policy.device}, {torch.get_num_threads()} threads, {str(policy.dtype).removeprefix('torch.')}",
+        "engine": "torch, in process, on the policy's own weights",
+        "loss": f"{loss.loss_type}, log-probs by chunked torch ({CHUNK_LOGITS >> 20}M logits at once)",
+        "reference": anchor if reference else "none (beta 0)",
+        "a step": f"{rollout.prompts_per_step} scenarios x {rollout.num_generations} episodes, "
+        f"{optim.num_iterations} update(s), up to {rollout.max_completion_len} tokens an episode",
+        "steps": f"{optim.num_steps}" + (f", {done} done" if done else ""),
+        "folder": str(folder),
+    }
+    return rows
+
+
+def artefacts(folder: Path) -> dict[str, str]:
+    """Where everything is, for the end of the run."""
+    return {
+        "trained model": f"{folder / 'final'}",
+        "evaluations": f"{folder / 'eval_before.json'}, {folder / 'eval_after.json'}",
+        "log": f"{folder / 'log_history.json'}",
+        "episodes": f"{folder / 'completions'}",
+        "plots": f"{folder / 'plots'}",
+    }
