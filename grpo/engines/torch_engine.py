@@ -441,6 +441,12 @@ def _checked_context(model: Any, wanted: int | None) -> int:
         limits["sliding_window"] = getattr(config, "sliding_window", None)
     if "chunked_attention" in kinds:
         limits["attention_chunk_size"] = getattr(config, "attention_chunk_size", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Beyond this length such models choose other frequencies, for the whole batch at once.
+        limits["original_max_position_embeddings"] = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
     limits = {option: limit for option, limit in limits.items() if limit}
     if wanted is None:
         if not limits:
