@@ -74,7 +74,7 @@ def surrogate(ratio: Tensor, policy_logprobs: Tensor, advantages: Tensor, config
     # S = min(r * A, clip(r, 1 - eps, 1 + eps_high) * A). A ratio exactly on a bound counts as inside.
     clipped_ratio = ratio.clamp(low, high)
     if config.delta is not None:
-        # Dual clip (arXiv 1912.09729, eq. 5): S >= delta * A where A < 0, else r * A has no bound there.
+        # Dual clip (arXiv 1912.09729): S >= delta * A where A < 0, else r * A has no bound there.
         ratio = torch.where(advantages < 0, ratio.clamp(max=config.delta), ratio)
     return torch.min(ratio * advantages, clipped_ratio * advantages)
 
@@ -110,7 +110,7 @@ def mismatch_weights(old: Tensor, sampler: Tensor, episode_index: Tensor, config
     log_weights = old - sampler  # [N]
     if config.mismatch == "sequence_mask":
         log_weights = episode_sum(log_weights, episode_index)
-    weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = log_weights.exp()  # an overflow is above the cap, and there is no gradient to spoil
     if config.mismatch == "token_clip":
         return weights.clamp(max=config.mismatch_cap)
     if config.mismatch in ("token_mask", "sequence_mask"):
