@@ -1,0 +1,137 @@
+"""Loading policies, their log-probs, and one line of reason for what cannot be loaded."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from grpo import model as model_module
+from grpo.batching import make_microbatches
+from grpo.config import ModelConfig, UsageError
+from grpo.model import Policy, load_policy, token_logprobs
+from tests import toy
+from tests.test_batching import episode
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = toy.make_tokenizer()
+    model = toy.make_model(tokenizer)
+    model.config.attention_dropout = 0.1
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(folder) -> Policy:
+    return load_policy(ModelConfig(model=str(folder), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rows = [episode(range(5, 5 + p), range(40, 40 + c), [1, 0, 1, 1, 1][:c]) for p, c in ((3, 5), (6, 1), (2, 4))]
+    (batch,) = make_microbatches(rows, [1.0] * 3, max_tokens=1000)
+    return batch
+
+
+def eager_logprobs(policy, batch, temperature=1.0):
+    """Each row alone, without padding, through the model's own forward: [N]."""
+    found = []
+    for row, column, target in zip(batch.predict_rows, batch.predict_cols, batch.targets):
+        length = int(batch.attention_mask[row].sum())
+        logits = policy.model(batch.input_ids[row : row + 1, :length]).logits[0, column].double()
+        found.append(torch.log_softmax(logits / temperature, -1)[target])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_equal_an_unpadded_forward(policy, batch, temperature):
+    logprobs, entropy = token_logprobs(policy, batch, temperature)
+    assert torch.allclose(logprobs.double(), eager_logprobs(policy, batch, temperature), atol=1e-5)
+    hidden = model_module.hidden_states(policy, batch)
+    distribution = torch.distributions.Categorical(logits=policy.model.lm_head(hidden) / temperature)
+    assert torch.allclose(entropy, distribution.entropy(), atol=1e-5)
+    assert logprobs.requires_grad and not entropy.requires_grad
+
+
+def test_head_in_chunks_equals_head_at_once(policy, batch, monkeypatch):
+    def gradients():
+        policy.model.zero_grad()
+        logprobs, _ = token_logprobs(policy, batch)
+        (logprobs * torch.arange(1, len(logprobs) + 1)).sum().backward()
+        return logprobs.detach(), [p.grad.clone() for p in policy.model.parameters()]
+
+    whole, expected = gradients()
+    monkeypatch.setattr(model_module, "CHUNK_LOGITS", 3 * policy.model.config.vocab_size)
+    chunked, actual = gradients()
+    assert torch.allclose(whole, chunked, atol=1e-6)
+    for a, b in zip(expected, actual):
+        assert a.abs().max() > 0
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max()  # float32, another order of summation
+
+
+def test_gradient_checkpointing_changes_nothing(folder, policy, batch):
+    recomputing = load_policy(ModelConfig(model=str(folder), device="cpu", gradient_checkpointing=True))
+    gradients = []
+    for each in (policy, recomputing):
+        each.model.zero_grad()
+        token_logprobs(each, batch)[0].sum().backward()
+        gradients.append([p.grad for p in each.model.parameters()])
+    assert recomputing.model.is_gradient_checkpointing
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+
+
+def test_dropout_is_off_even_in_training_mode(folder, policy, batch):
+    assert json.loads((folder / "config.json").read_text())["attention_dropout"] == 0.1
+    first, second = token_logprobs(policy, batch)[0], token_logprobs(policy, batch)[0]
+    assert torch.equal(first, second)
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_weights(folder, batch):
+    half = load_policy(ModelConfig(model=str(folder), device="cpu", dtype="bfloat16"))
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+    exact = token_logprobs(load_policy(ModelConfig(model=str(folder), device="cpu")), batch)[0]
+    rough = token_logprobs(half, batch)[0]
+    assert 0 < (exact - rough).abs().max() < 0.1
+
+
+def test_padding_does_not_matter(policy, batch):
+    """Another pad id gives the same log-probs."""
+    other = dataclasses.replace(batch, input_ids=torch.where(batch.attention_mask == 0, 7, batch.input_ids))
+    assert torch.equal(token_logprobs(policy, batch)[0], token_logprobs(policy, other)[0])
+
+
+@pytest.mark.parametrize("name", ["missing/folder/deep", "./nowhere", "/no/such/model", "a name"])
+def test_missing_folder_is_one_line(name):
+    with pytest.raises(UsageError) as error:
+        load_policy(ModelConfig(model=name, device="cpu"))
+    assert f"--model {name}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_folder_without_a_model_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="no config.json"):
+        load_policy(ModelConfig(model=str(tmp_path), device="cpu"))
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(UsageError, match="not a loadable causal language model"):
+        load_policy(ModelConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_unknown_device_is_one_line():
+    with pytest.raises(UsageError, match="--device quantum"):
+        load_policy(ModelConfig(device="quantum"))
+
+
+def test_a_model_that_changes_logits_after_its_head_is_refused(policy, monkeypatch):
+    original = policy.model.forward
+
+    def capped(*args, **kwargs):
+        output = original(*args, **kwargs)
+        output.logits = 0.5 * torch.tanh(output.logits / 0.5)
+        return output
+
+    monkeypatch.setattr(policy.model, "forward", capped)
+    with pytest.raises(UsageError, match="after its head"):
+        model_module._check_head(policy)
