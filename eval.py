@@ -105,9 +105,11 @@ def check_writable(flag: str, path: Path, overwrite: Switch) -> None:
 def compare_files(args: Arguments) -> None:
     """Print the comparison table and draw the plot."""
     from grpo import plots
-    from grpo.compare import compare, load_report
+    from grpo.compare import compare, load_report, names_of
 
-    comparison = compare([load_report(path) for path in args.compare], rubric=args.rubric)
+    reports = [load_report(path) for path in args.compare]
+    names = names_of(reports, args.compare)
+    comparison = compare(reports, rubric=args.rubric, names=names)
     plot = args.plot or args.compare[-1].with_name("comparison.png")
     with user_input(f"--plot {plot}"):
         plots.plot_deltas(comparison, plot)
@@ -118,13 +120,16 @@ def compare_files(args: Arguments) -> None:
 def evaluate(args: Arguments) -> None:
     """Play the scenarios, print the report, write it to --output."""
     scenarios, source = choose_scenarios(args)
-    reports = evaluate_scripted(args, scenarios) if args.model in POLICIES else evaluate_sampled(args, scenarios)
-    report = reports[0]
+    if args.model in POLICIES:
+        if args.also_greedy:
+            raise UsageError(f"--also-greedy: {args.model} is a scripted policy, nothing is sampled")
+        report = evaluate_policy(args.model, scenarios, rubric=args.rubric or "card", seed=args.seed)
+    else:
+        report = evaluate_sampled(args, scenarios)
     report["scenarios"] |= source
+    print_report(report)
     if args.also_greedy:
-        report["greedy"] = {key: value for key, value in reports[1].items() if key != "episodes"}
-    for each in reports:
-        print_report(each)
+        print_report(report["greedy"])
     if args.output:
         run_folder.write_json(args.output, report)
         print(f"report: {args.output}")
@@ -145,44 +150,31 @@ def choose_scenarios(args: Arguments) -> tuple[list[Scenario], dict[str, str]]:
         return scenarios, {"file": path.name, "file_sha256": file_hash(path)}
 
 
-def evaluate_scripted(args: Arguments, scenarios: list[Scenario]) -> list[dict[str, Any]]:
-    """The report of a policy that needs no model."""
-    if args.also_greedy:
-        raise UsageError(f"--also-greedy: {args.model} is a scripted policy, nothing is sampled")
-    return [evaluate_policy(args.model, scenarios, rubric=args.rubric or "card", seed=args.seed)]
-
-
-def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> list[dict[str, Any]]:
-    """The model's report, and with --also-greedy its greedy one."""
-    from grpo.chat import ChatTokens
+def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, Any]:
+    """The report of a language model."""
     from grpo.model import load_policy
-    from grpo.run import make_engine
+    from grpo.run import make_chat, make_engine
 
     length = args.max_completion_len or default_length(args.model)
     knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "engine": args.engine}
     settings = Config().with_values(knobs | {"max_completion_len": length})
     policy = load_policy(settings.model)
-    chat = ChatTokens(policy.tokenizer)
-    engine = make_engine(settings, policy, chat)
-    reports = []
-    for temperature in (args.temperature, 0.0) if args.also_greedy else (args.temperature,):
-        label = f"{args.model}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
-        with episode_progress(label, len(scenarios)) as progress:
-            reports.append(
-                evaluate_model(
-                    engine,
-                    chat,
-                    scenarios,
-                    model=args.model,
-                    rubric=args.rubric or "card",
-                    temperature=temperature,
-                    top_p=args.top_p,
-                    max_completion_len=length,
-                    seed=args.seed,
-                    progress=progress,
-                )
-            )
-    return reports
+    chat = make_chat(policy)
+    engine = make_engine(settings, policy, chat, scenarios)
+    with episode_progress(f"evaluating {args.model}", len(scenarios) * (1 + args.also_greedy)) as progress:
+        return evaluate_model(
+            engine,
+            chat,
+            scenarios,
+            model=args.model,
+            rubric=args.rubric or "card",
+            temperature=args.temperature,
+            top_p=args.top_p,
+            max_completion_len=length,
+            seed=args.seed,
+            also_greedy=args.also_greedy,
+            progress=progress,
+        )
 
 
 def default_length(model: str) -> int:

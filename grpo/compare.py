@@ -46,7 +46,7 @@ def compare(
     Args:
         reports: at least two results of `grpo.evaluate.report`, of the same scenarios in the same order.
         rubric: `card` or `gated`; default: the one the reports were made with, which then has to be the same.
-        names: what to call them; default: their models, made distinct.
+        names: what to call them; default: `names_of`.
 
     Returns:
         `models` (names), `rubric`, `n`, `rows` (one per family, then `all`; each with `family`, `n` and per model
@@ -58,7 +58,7 @@ def compare(
     """
     if len(reports) < 2:
         raise UsageError("--compare: give at least two evaluation files, the base first")
-    names = distinct(names or [_default_name(report) for report in reports])
+    names = names_of(reports) if names is None else list(names)
     rubric = rubric or _common_rubric(reports, names)
     base = reports[0]
     for name, report in zip(names, reports):
@@ -113,17 +113,15 @@ def _common_rubric(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -
     return rubrics[0]
 
 
-def _default_name(report: Mapping[str, Any]) -> str:
+def names_of(reports: Sequence[Mapping[str, Any]], paths: Sequence[Path] | None = None) -> list[str]:
+    """Short, distinct names: the model's; where two are the same, the file's (`beta0/eval_after`), else a number."""
+    names = [_model_name(report["model"]) for report in reports]
+    if paths is not None and len(set(names)) < len(names):
+        names = [f"{path.absolute().parent.name}/{path.stem}" for path in paths]
+    return [name if names.index(name) == i else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
+
+
+def _model_name(model: str) -> str:
     """`runs/beta0.2/final` -> beta0.2: every run's model lies in a folder called final."""
-    path = Path(report["model"])
+    path = Path(model)
     return path.parent.name if path.name == "final" and path.parent.name else path.name
-
-
-def distinct(names: Sequence[str]) -> list[str]:
-    """The names, numbered where one occurs again: tiny, tiny -> tiny, tiny (2)."""
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return result

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,15 +195,24 @@ def evaluate_model(
     top_p: float = 1.0,
     max_completion_len: int,
     seed: int = EVAL_SEED,
+    also_greedy: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Play each scenario once with a model and report; `temperature` 0 is greedy.
 
-    The same code and prompts as training, with groups of one. `progress` is called with the number of episodes that
-    have ended and of all.
+    The same code and prompts as training, with groups of one. `also_greedy` plays everything once more at temperature
+    0 and puts that report, less its episodes, under `greedy`. `progress` is called with the number of episodes that
+    have ended and of all, both passes together.
     """
     from grpo.rollout import rollout
 
+    if also_greedy:
+        half = partial(evaluate_model, engine, chat, scenarios, model=model, rubric=rubric, top_p=top_p,
+                       max_completion_len=max_completion_len, seed=seed)  # fmt: skip
+        first, second = _halves(progress)
+        document = half(temperature=temperature, progress=first)
+        greedy = half(temperature=0.0, progress=second)
+        return document | {"greedy": {key: value for key, value in greedy.items() if key != "episodes"}}
     groups = rollout(
         engine,
         chat,
@@ -226,6 +236,13 @@ def evaluate_model(
         seed=seed,
         versions=versions(),
     )
+
+
+def _halves(progress: Callable[[int, int], None] | None) -> tuple[Callable[[int, int], None] | None, ...]:
+    """`progress` of two passes of the same length, seen from the first and from the second one."""
+    if progress is None:
+        return None, None
+    return lambda done, n: progress(done, 2 * n), lambda done, n: progress(n + done, 2 * n)
 
 
 def evaluate_policy(

@@ -1,12 +1,13 @@
 """Comparisons pair by scenario, resample by seed, and refuse what cannot be compared."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from env.families import FAMILIES
 from grpo import console
-from grpo.compare import compare, distinct, load_report
+from grpo.compare import compare, load_report, names_of
 from grpo.config import UsageError
 from grpo.evaluate import bootstrap_interval
 
@@ -102,9 +103,12 @@ def test_models_sampled_in_different_ways_are_named(capsys):
 
 
 def test_names_are_distinct_and_short():
-    assert distinct(["tiny", "tiny", "b"]) == ["tiny", "tiny (2)", "b"]
     reports = [made_report([0.1] * 3, model=model) for model in ("tiny", "runs/beta0/final", "runs/beta2/final/")]
     assert compare(reports)["models"] == ["tiny", "beta0", "beta2"]
+    trained = [made_report([0.1] * 3, model="trained") for _ in range(3)]
+    assert names_of(trained) == ["trained", "trained (2)", "trained (3)"]
+    paths = [Path("runs/beta0/eval_after.json"), Path("runs/beta2/eval_after.json"), Path("runs/beta0/eval_after.json")]
+    assert names_of(trained, paths) == ["beta0/eval_after", "beta2/eval_after", "beta0/eval_after (2)"]
 
 
 def test_table_shows_every_family_model_and_change(capsys, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy
 
 from env.families import FAMILIES
 from grpo.console import run_entry
@@ -108,6 +109,25 @@ def test_compare_prints_changes_and_draws_them(run, tmp_path):
     assert code == 2 and "my.png: exists" in err
 
 
+def test_a_model_folder_is_played_and_reported_greedy_too(run, tmp_path):
+    tokenizer = toy.make_tokenizer()
+    toy.make_model(tokenizer).save_pretrained(tmp_path / "toy")
+    tokenizer.save_pretrained(tmp_path / "toy")
+    options = ["--model", tmp_path / "toy", "--limit", 2, "--max-completion-len", 12, "--also-greedy"]
+    code, out, err = run(*options, "--output", tmp_path / "toy.json")
+    assert code == 0, err
+    report = json.loads((tmp_path / "toy.json").read_text())
+    assert (report["n"], report["temperature"], report["greedy"]["temperature"]) == (2, 0.7, 0.0)
+    assert report["max_completion_len"] == 12 and report["truncation_rate"] == 1
+    assert "temperature 0.7" in out and "greedy" in out and "4/4 after" in out
+
+
+def test_a_run_is_evaluated_with_its_own_episode_length(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"max_completion_len": 123}}))
+    assert eval_script.default_length(str(tmp_path / "final")) == 123
+    assert eval_script.default_length("tiny") == 320 and eval_script.default_length("Qwen/Qwen3-0.6B") == 768
+
+
 def test_an_existing_output_is_kept_unless_asked(run, tmp_path):
     output = tmp_path / "out.json"
     output.write_text("precious")
@@ -118,6 +138,7 @@ def test_an_existing_output_is_kept_unless_asked(run, tmp_path):
 
 
 BAD = {
+    "missing model": (["--model", "nowhere"], "--model nowhere"),
     "missing file": (["--scenarios", "no.json"], "no.json"),
     "no JSON": (["--scenarios", "text.json"], "text.json: not JSON"),
     "unknown family": (["--scenarios", "family.json"], "unknown family 'cooking'"),
@@ -169,6 +190,6 @@ def test_every_flag_has_a_line_of_help():
 def test_it_runs_as_a_script():
     done = subprocess.run(
         [sys.executable, str(ROOT / "eval.py"), "--model", "guess", "--limit", "5"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0 and "guess: 5 scenarios" in done.stdout, done.stderr

@@ -278,6 +278,12 @@ def test_evaluation_of_a_real_model_is_repeatable_whatever_the_run_seed():
     greedy = played(1, temperature=0.0)
     assert greedy["episodes"] == played(1, temperature=0.0, seed=5)["episodes"]
 
+    progress = []
+    both = played(1, also_greedy=True, progress=lambda *numbers: progress.append(numbers))
+    beside = both.pop("greedy")
+    assert both == first and beside == {key: value for key, value in greedy.items() if key != "episodes"}
+    assert progress[-1] == (4, 4) and (2, 4) in progress and progress == sorted(progress)
+
 
 def test_baselines_rank_as_they_should():
     scores = {name: evaluate_policy(name, held_out(50)) for name in POLICIES}
