@@ -68,11 +68,11 @@ class LossConfig:
     epsilon: float = 0.2
     """Lower clip: ratio >= 1 - epsilon."""
     epsilon_high: float | None = None
-    """Upper clip: ratio <= 1 + epsilon_high. Default: epsilon; 0.28 for dapo, 5.0 for cispo."""
+    """Upper clip: ratio <= 1 + epsilon_high. Default: epsilon; 0.28 for dapo, 4.0 for cispo."""
     delta: float | None = None
     """Dual clip: for negative advantages the ratio is capped at delta (> 1 + epsilon_high)."""
     entropy_coef: float = 0.0
-    """Entropy bonus: loss -= entropy_coef * mean token entropy."""
+    """Entropy bonus: loss -= entropy_coef * token entropy, weighted like the loss."""
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     """sapo's temperatures for positive and negative advantages."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -241,6 +241,8 @@ def _recipe_name(args: list[str]) -> str:
 
 def validate(config: Config) -> None:
     """Raises UsageError with one line that names the flag and what would be right."""
+    from grpo.loss import clip_range  # it needs this module's types
+
     knobs = config.flat()
 
     def require(condition: bool, name: str, what: str) -> None:
@@ -266,8 +268,8 @@ def validate(config: Config) -> None:
     if config.loss.epsilon_high is not None:
         require(config.loss.epsilon_high > 0, "epsilon_high", "above 0")
     if config.loss.delta is not None:
-        require(config.loss.delta > 1 + (config.loss.epsilon_high or config.loss.epsilon), "delta",
-                "above 1 + epsilon_high")  # fmt: skip
+        bound = clip_range(config.loss)[1]
+        require(config.loss.delta > bound, "delta", f"above 1 + epsilon_high = {bound:g}")
     require(not (config.loss.kl_in == "reward" and config.loss.beta == 0), "kl_in", "loss where beta is 0")
 
 

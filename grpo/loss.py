@@ -33,14 +33,14 @@ from grpo.config import LossConfig, LossType
 
 # exp(20) = 5e8. Log-ratios are cut here *before* exp: cutting the result would leave a gradient of 0 * inf = NaN.
 MAX_LOG_RATIO = 20.0
-DEFAULT_EPSILON_HIGH = {"dapo": 0.28, "cispo": 5.0}
+DEFAULT_EPSILON_HIGH = {"dapo": 0.28, "cispo": 4.0}
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
     """Bounds of the ratio, (1 - epsilon, 1 + epsilon_high), with the loss type's default for epsilon_high.
 
     cispo has no lower bound. Two conventions to know when settings come from elsewhere: TRL's cispo calls the bound
-    itself epsilon_high (its 5.0 is 4.0 here), and the GSPO paper uses 3e-4 and 4e-4, which must be asked for.
+    itself epsilon_high (its recommended 5.0 is our default of 4.0), and the GSPO paper uses 3e-4 and 4e-4, which must be asked for.
     Raises ValueError for an unknown loss type.
     """
     if config.loss_type not in get_args(LossType):

@@ -57,10 +57,9 @@ METRICS: dict[str, str] = {
     "ratio/mean": "Mean of policy / old probability at trained tokens; 1 with one update per rollout batch.",
     "ratio/min": "Smallest such ratio (at most 1).",
     "ratio/max": "Largest such ratio (at least 1).",
-    "surrogate": "Mean surrogate objective per trained token, the part of the loss that pursues reward.",
-    "mismatch_weight": "Mean importance weight that corrects the sampler; null where --mismatch is none.",
     "sampler_gap/mean": "Mean |trainer - sampler| log-prob of trained tokens, in nats.",
     "sampler_gap/max": "Largest |trainer - sampler| log-prob of the step, in nats.",
+    "sampler_gap/weight_mean": "Mean importance weight that corrects for the sampler; null where --mismatch is none.",
     "completions/mean_length": "Mean tokens of an episode after its first prompt, environment replies included.",
     "completions/min_length": "Shortest episode of the step, counted in the same way.",
     "completions/max_length": "Longest episode of the step, counted in the same way.",
@@ -77,18 +76,6 @@ METRICS: dict[str, str] = {
     "step_time": "Seconds of the whole step.",
     "time/tokens_per_second": "Sampled (trained) tokens per second of the whole step.",
 }
-
-LOSS_KEYS = {
-    "clip_low": "clip_ratio/low_mean",
-    "clip_high": "clip_ratio/high_mean",
-    "clip_dual": "clip_ratio/dual_mean",
-    "ratio": "ratio/mean",
-    "ratio_min": "ratio/min",
-    "ratio_max": "ratio/max",
-    "sampler_gap": "sampler_gap/mean",
-    "sampler_gap_max": "sampler_gap/max",
-}
-"""Names of `grpo.loss.grpo_loss`'s metrics -> keys of the log, where they differ."""
 
 
 def is_time(key: str) -> bool:
@@ -247,9 +234,9 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The log line of one step, with every key of `METRICS`; null where something was not measured.
 
-    `step` counts from 1. `losses` holds what the update measured: `loss, grad_norm, learning_rate` and the metrics of
-    `grpo.loss.grpo_loss` as means per trained token. `seconds` has one entry per phase (`rollout`, `update`, ...);
-    together they are the step. `num_tokens_before` is the last line's `num_tokens`.
+    `step` counts from 1. `losses` holds what the update measured (`loss, grad_norm, learning_rate, kl, clip_ratio/*`, ...),
+    `seconds` one entry per phase (`rollout`, `update`, ...), together the whole step; `num_tokens_before` is the last
+    line's `num_tokens`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     records = [episode.record for episode in episodes]
@@ -261,8 +248,7 @@ def step_metrics(
     return {
         **dict.fromkeys(METRICS),
         "step": step,
-        **{LOSS_KEYS.get(name, name): value for name, value in losses.items()},
-        "clip_ratio/region_mean": losses.get("clip_low", 0.0) + losses.get("clip_high", 0.0),
+        **losses,
         "reward": mean(rewards),
         "reward_std": mean(spreads),
         "frac_reward_zero_std": mean(spread < NO_SPREAD for spread in spreads),

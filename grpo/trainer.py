@@ -56,6 +56,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config, policy: Policy, engine: Engine, chat: ChatTokens, reference: Reference | None):
+        if (config.loss.beta > 0) != (reference is not None):
+            raise ValueError(f"beta is {config.loss.beta} but reference is {reference}")
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
         self.optimizer = make_optimizer(policy, config)
 

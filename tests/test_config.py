@@ -71,6 +71,7 @@ def test_recipes_name_every_semantic(name):
         (["--temperature", "0"], "--temperature 0.0"),
         (["--epsilon", "1.5"], "--epsilon 1.5"),
         (["--delta", "1.1"], "--delta 1.1"),
+        (["--delta", "1.25", "--loss-type", "dapo"], "--delta 1.25"),
         (["--learning-rate", "inf"], "--learning-rate inf"),
         (["--recipe", "best"], "--recipe best"),
         (["--kl-in", "reward", "--beta", "0"], "--kl-in reward"),

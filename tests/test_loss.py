@@ -99,9 +99,9 @@ def test_gspo_by_hand():
         ("grpo", None, (0.8, 1.2)),
         ("gspo", None, (0.8, 1.2)),
         ("dapo", None, (0.8, 1.28)),
-        ("cispo", None, (0.0, 6.0)),
+        ("cispo", None, (0.0, 5.0)),
         ("dapo", 0.4, (0.8, 1.4)),
-        ("cispo", 4.0, (0.0, 5.0)),
+        ("cispo", 2.0, (0.0, 3.0)),
     ],
 )
 def test_clip_range(loss_type, epsilon_high, expected):

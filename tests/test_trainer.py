@@ -78,6 +78,12 @@ def test_after_an_update_kl_is_positive_and_the_reference_still_the_base(folder)
     assert not trained.reference.policy.model.training
 
 
+def test_beta_without_a_reference_is_refused(folder):
+    each = make(folder)
+    with pytest.raises(ValueError, match="reference is None"):
+        Trainer(each.config, each.policy, each.engine, each.chat, None)
+
+
 def test_the_second_inner_iteration_has_moved_ratios(folder):
     once, twice = make(folder).step(0).losses, make(folder, num_iterations=2).step(0).losses
     assert once["ratio/min"] == once["ratio/max"] == 1.0
@@ -183,10 +189,10 @@ def test_truncated_episodes_can_be_masked(folder):
 
 
 def test_it_learns(folder):
-    """Twelve steps towards even first tokens."""
-    learner = make(folder, beta=0.0, learning_rate=1e-2, max_completion_len=1, num_generations=16, num_steps=12)
+    """Eight steps towards even first tokens."""
+    learner = make(folder, beta=0.0, learning_rate=1e-2, max_completion_len=1, num_steps=8)
     rewards = []
-    for step in range(12):
+    for step in range(8):
         episodes = [e for group in learner.step(step).groups for e in group.episodes]
         rewards.append(sum(e.reward for e in episodes) / len(episodes))
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25
