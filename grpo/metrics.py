@@ -234,9 +234,9 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The log line of one step, with every key of `METRICS`; null where something was not measured.
 
-    `step` counts from 1. `losses` holds what the update measured (`loss, grad_norm, learning_rate, kl, clip_ratio/*`, ...),
-    `seconds` one entry per phase (`rollout`, `update`, ...), together the whole step; `num_tokens_before` is the last
-    line's `num_tokens`.
+    `step` counts from 1. `losses` holds what the update measured (`loss, grad_norm, learning_rate, kl`, ...), `seconds`
+    one entry per phase (`rollout`, `update`, ...), together the whole step; `num_tokens_before` is the last line's
+    `num_tokens`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     records = [episode.record for episode in episodes]
