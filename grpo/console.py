@@ -83,7 +83,7 @@ class StepProgress:
         self._status = Text("waiting for the first step", style="dim")
         self._bar = _progress_bar(self.console)
         self._task = self._bar.add_task("step", total=total, completed=done)
-        self._live = Live(self._render(), console=self.console, refresh_per_second=4, transient=True)
+        self._live = Live(self._render(), console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> StepProgress:
         if self.console.is_terminal:
@@ -191,6 +191,7 @@ SUMMARY: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "hallucination_rate": ("plan fields never told", _percent),
     "mean_questions": ("questions", lambda value: _number(value, ".2f")),
     "mean_revealing_questions": ("questions that revealed something", lambda value: _number(value, ".2f")),
+    "revealing_share": ("... as a share of all questions", _percent),
     "invalid_turn_rate": ("invalid turns", _percent),
     "truncation_rate": ("cut by a length limit", _percent),
     "env_errors": ("environment errors", lambda value: _number(value, "d")),
