@@ -306,7 +306,7 @@ def write_completions(
 
     `advantages` is [P][G], as the groups are. The markdown file shows the first `FULL_GROUPS` groups turn by turn and
     one line for each other episode; the JSON lines hold every episode. Sizes are bounded by the episode's token budget:
-    about 1 kB per episode.
+    about 1.5 kB per episode.
     """
     folder = Path(folder)
     rows = [
