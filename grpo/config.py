@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 import tyro
 
+HELD_OUT_SIZE = 250  # scenarios in scenarios/held_out.json; a test compares
+
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
@@ -261,6 +263,7 @@ def validate(config: Config) -> None:
                  "keep_checkpoints"):  # fmt: skip
         require(knobs[name] >= 1, name, "at least 1")
     require(config.rollout.temperature > 0, "temperature", "above 0 (greedy rollouts have no spread to learn from)")
+    require(config.eval.eval_limit <= HELD_OUT_SIZE, "eval_limit", f"at most {HELD_OUT_SIZE}, the held-out file's size")
     require(0 < config.rollout.top_p <= 1, "top_p", "in (0, 1]")
     require(0 < config.loss.epsilon < 1, "epsilon", "in (0, 1)")
     require(config.optim.max_grad_norm > 0, "max_grad_norm", "above 0")

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import tyro
 
-from grpo.config import RECIPES, Config, UsageError, parse
+from grpo.config import HELD_OUT_SIZE, RECIPES, Config, UsageError, parse
+from scenarios.generator import held_out
 
 
 def flags() -> set[str]:
@@ -92,3 +93,7 @@ def test_unparsable_flag_exits_with_2():
     with pytest.raises(SystemExit) as exit_:
         parse(["--beta", "lots"], {})
     assert exit_.value.code == 2
+
+
+def test_the_size_of_the_held_out_file():
+    assert len(held_out(None)) == HELD_OUT_SIZE
