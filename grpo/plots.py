@@ -185,7 +185,9 @@ def _plot_one(history: Rows, path: str | Path, key: str, title: str, label: str,
     figure, axes = _figure(title)
     steps, values = _series(history, key)
     _line(axes, steps, values, label.split()[0], colour)
-    axes.set_ylim(bottom=min(0.0, float(np.nanmin(values, initial=0.0))))
+    low, high = float(np.nanmin(values, initial=0.0)), float(np.nanmax(values, initial=0.0))
+    if high > low:  # from 0, so that a wobble does not look like a change
+        axes.set_ylim(low, high + 0.08 * (high - low))
     return _save_steps(figure, axes, path, label)
 
 
