@@ -51,7 +51,7 @@ class Arguments:
     """Write the report as JSON, with every episode, to this file."""
     overwrite: Switch = False
     """Allow --output and --plot to replace a file."""
-    engine: Literal["auto", "torch", "vllm"] = "auto"
+    engine: Literal["auto", "torch"] = "auto"
     """Sampler. auto: torch (in process)."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
