@@ -128,7 +128,7 @@ def _read_function(text: str, start: re.Match) -> tuple[str, object, int]:
         value, pos = _read(text, keyword.end() if keyword else pos, "arguments")
         if keyword:
             arguments[keyword[1]] = value
-        elif isinstance(value, dict) and (name != "propose_plan" or set(value) == {"plan"}):
+        elif isinstance(value, dict) and (name != "propose_plan" or "plan" in value):
             arguments = value
         else:
             arguments = {"ask_question": {"question": value}, "propose_plan": {"plan": value}}.get(name, {})

@@ -1,4 +1,4 @@
-"""The episode's rules."""
+"""The episode's rules. The numbers in test names are those of the faults in env/README.md."""
 
 import re
 
@@ -65,7 +65,7 @@ def test_the_first_prompt_says_what_is_asked_and_nothing_hidden():
 
 
 @pytest.mark.parametrize("scenario", held_out(50), ids=lambda s: str(s.seed))
-def test_no_prompt_holds_an_example_value(scenario):
+def test_fault_8_no_prompt_holds_an_example_value(scenario):
     """The request may say a value, and a field's name may hold one (refund_or_replace)."""
     prompt = " ".join(m["content"] for m in first_messages(scenario)) + str(TOOLS)
     rest = prompt.replace(scenario.request, "")
@@ -245,7 +245,7 @@ def test_an_answer_that_was_not_understood_costs_a_question():
     assert env.record.revealed == frozenset()
 
 
-def test_e4_four_episodes():
+def test_four_ways_to_end():
     """Gate passed; gate failed; no plan after seven questions; environment error."""
     plans = [dict(PARTY.hidden_profile), {"venue": "office"}]
     records = []

@@ -37,7 +37,7 @@ def test_every_turn_is_a_valid_call_and_repeats(name):
         assert play(ScriptedPolicy(name, 3), scenario) == (record, turns)
 
 
-def test_e6_ask_all_passes_the_gate_on_all_seeds_and_difficulties():
+def test_fault_1_ask_all_passes_the_gate_on_all_seeds_and_difficulties():
     for scenario in [*SCENARIOS, SUPPORT]:
         record, _ = play(ScriptedPolicy("ask-all"), scenario)
         s = score(record)
@@ -75,6 +75,7 @@ def test_guess_asks_nothing_and_invents():
         record, _ = play(ScriptedPolicy("guess"), scenario)
         assert (record.stop_reason, record.num_turns, record.questions) == (StopReason.PLAN, 1, ())
         assert set(record.plan) >= set(scenario.required_keys)
+        assert record.plan.items() >= FAMILIES[scenario.family].told_by(scenario.request).items()
         assert score(record).format_check == 1
     assert len({str(play(ScriptedPolicy("guess", seed), SCENARIOS[1])[0].plan) for seed in range(20)}) > 5
 

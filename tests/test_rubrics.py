@@ -115,6 +115,11 @@ def test_no_plan_scores_zero_and_costs_the_penalty(reason):
     assert reward(record, no_plan_penalty=0) == 0
 
 
+def test_more_questions_than_allowed_cost_no_more_than_all_of_them():
+    plan = dict(PARTY.hidden_profile)
+    assert score(ended(PARTY, plan, *["venue"] * 9)) == score(ended(PARTY, plan, *["venue"] * 6))
+
+
 def test_reward_is_the_score_of_the_rubric():
     record = ended(PARTY, dict(PARTY.hidden_profile), "venue")
     assert reward(record) == score(record).card
@@ -174,7 +179,7 @@ def test_a_field_that_the_user_has_no_preference_on_is_never_told():
     assert score(ended(PARTY, plan, "event_type", "date", "venue", "theme")).hallucination_rate == pytest.approx(1 / 4)
 
 
-def test_e6_an_honest_plan_passes_and_beats_an_invented_key():
+def test_fault_1_an_honest_plan_passes_and_beats_an_invented_key():
     honest = {"order_id": "#9027", "item_issue": "late"}
     invented = honest | {"refund_or_replace": "unknown"}
     for rubric in ("card", "gated"):
