@@ -119,24 +119,18 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict
     if path.exists():
         return compare.load_report(path)
     scenarios = held_out(settings.eval.eval_limit)
-    reports = []
-    for temperature in (settings.eval.eval_temperature, 0.0):
-        label = f"evaluating {name}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
-        with console.episode_progress(label, len(scenarios)) as progress:
-            reports.append(
-                evaluate.evaluate_model(
-                    trainer.engine,
-                    trainer.chat,
-                    scenarios,
-                    model=name,
-                    rubric=settings.eval.rubric,
-                    temperature=temperature,
-                    max_completion_len=settings.rollout.max_completion_len,
-                    progress=progress,
-                )
-            )
-    report, greedy = reports
-    report["greedy"] = {key: value for key, value in greedy.items() if key != "episodes"}
+    with console.episode_progress(f"evaluating {name}", 2 * len(scenarios)) as progress:
+        report = evaluate.evaluate_model(
+            trainer.engine,
+            trainer.chat,
+            scenarios,
+            model=name,
+            rubric=settings.eval.rubric,
+            temperature=settings.eval.eval_temperature,
+            max_completion_len=settings.rollout.max_completion_len,
+            also_greedy=True,
+            progress=progress,
+        )
     run_folder.write_json(path, report)
     return report
 
