@@ -98,12 +98,13 @@ def test_end_of_turn_ids_of_tokenizer_and_generation_config():
 
 
 def test_the_templates_own_end_of_turn_is_found_among_several():
-    """A tokenizer whose eos is <|endoftext|> while turns end with <|im_end|>: the reply must not repeat <|im_end|>."""
-    tokenizer = toy.make_tokenizer()
-    expected = ChatTokens(tokenizer).reply_ids("x")
-    end = tokenizer.eos_token_id
-    tokenizer.eos_token = "<|endoftext|>"
-    assert ChatTokens(tokenizer, generation_config=types.SimpleNamespace(eos_token_id=[end])).reply_ids("x") == expected
+    """Another end token later in the rendering does not count, wherever it comes in the list."""
+    plain = ChatTokens(toy.make_tokenizer()).reply_ids("x")
+    for eos, more in (("<|endoftext|>", "<|im_end|>"), ("<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<think>")):
+        tokenizer = toy.make_tokenizer()
+        tokenizer.eos_token = eos
+        config = types.SimpleNamespace(eos_token_id=[tokenizer.convert_tokens_to_ids(more)])
+        assert ChatTokens(tokenizer, generation_config=config).reply_ids("x") == plain
 
 
 def test_decoded_turn_keeps_tags_and_loses_one_end_of_turn():

@@ -141,14 +141,21 @@ def test_impossible_tokens_are_never_drawn(uniform):
 
 
 def test_large_vocabulary_cumulative_sum_does_not_stall():
-    """One token holds half of the mass, 150k others share the rest: in a float32 sum they would round away."""
+    """One token holds nearly all of the mass, 150k others share 1e-3 of it: in a float32 sum each would round away."""
     vocab = 150_000
-    probs = torch.full((vocab,), 0.5 / (vocab - 1), dtype=torch.float64)
-    probs[0] = 0.5
-    uniform = torch.tensor([0.75, 0.9999]).double()
+    probs = torch.full((vocab,), 1e-3 / (vocab - 1), dtype=torch.float64)
+    probs[0] = 0.999
+    uniform = torch.tensor([0.9995, 0.99999], dtype=torch.float64)
     tokens, _ = sample(probs.log().expand(2, vocab), uniform, SamplingConfig())
-    expected = 1 + (uniform - 0.5) / 0.5 * (vocab - 1)
-    assert (tokens - expected).abs().max() <= 2
+    expected = 1 + (uniform - 0.999) / 1e-3 * (vocab - 1)
+    assert (tokens - expected).abs().max() <= 10
+
+
+def test_a_target_on_the_edge_falls_to_the_next_token_that_can_occur():
+    """Masses 0, 1/2, 0, 1/2 and u = 1/2, exactly: tokens 0 and 2 are impossible, 1 is used up."""
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]])
+    tokens, logprobs = sample(logits, torch.tensor([0.5], dtype=torch.float64), SamplingConfig())
+    assert tokens.tolist() == [3] and logprobs.item() == pytest.approx(-math.log(2))
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}])
