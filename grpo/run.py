@@ -58,7 +58,7 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
         run_folder.create(folder, settings)
     console.print_header(header(settings, policy, reference, folder, done), title="GRPO: ask before you act")
 
-    before = evaluated(settings, trainer, folder / "eval_before.json", "base")
+    before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     history = LogHistory(folder / "log_history.json")
     history.truncate_to(done)
     total = settings.optim.num_steps
@@ -80,7 +80,7 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
                 checkpoint.save(folder, index + 1, policy.model, trainer.optimizer, settings.run.keep_checkpoints)
 
     save_final(policy, folder / "final")
-    after = evaluated(settings, trainer, folder / "eval_after.json", "trained")
+    after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"))
     comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
     plots.plot_run(folder / "plots", history.rows, comparison)
     console.print_outcome(comparison, artefacts(folder))
@@ -163,10 +163,13 @@ def header(settings: Config, policy: Policy, reference: Reference | None, folder
 
 def artefacts(folder: Path) -> dict[str, str]:
     """Where everything is, for the end of the run."""
-    return {
-        "trained model": f"{folder / 'final'}",
-        "evaluations": f"{folder / 'eval_before.json'}, {folder / 'eval_after.json'}",
-        "log": f"{folder / 'log_history.json'}",
-        "episodes": f"{folder / 'completions'}",
-        "plots": f"{folder / 'plots'}",
+    entries = {
+        "trained model": "final",
+        "evaluations": "eval_before.json, eval_after.json",
+        "log": "log_history.json",
+        "episodes": "completions",
+        "plots": "plots",
+        "to continue": "checkpoints",
     }
+    names = {label: [name for name in text.split(", ") if (folder / name).exists()] for label, text in entries.items()}
+    return {label: ", ".join(str(folder / name) for name in found) for label, found in names.items() if found}
