@@ -53,14 +53,12 @@ def _collate(
 ) -> TokenBatch:
     width = max(_length(episodes[i]) for i in rows)
     input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)  # [B, T]
-    attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)  # [B, T]
     index: list[tuple[int, int, int, int]] = []  # (row, predicting column, target, episode) per trained token
     sampler_logprobs: list[float] = []
     for row, i in enumerate(rows):
         episode = episodes[i]
         ids = episode.prompt_ids + episode.completion_ids
         input_ids[row, : len(ids)] = torch.tensor(ids)
-        attention_mask[row, : len(ids)] = 1
         prompt = len(episode.prompt_ids)
         for t, trained in enumerate(episode.loss_mask):
             if trained:
@@ -70,7 +68,6 @@ def _collate(
     predict_rows, predict_cols, targets, episode_index = torch.tensor(index).T.contiguous()  # each [N]
     return TokenBatch(
         input_ids=input_ids,
-        attention_mask=attention_mask,
         predict_rows=predict_rows,
         predict_cols=predict_cols,
         targets=targets,

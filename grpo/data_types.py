@@ -99,8 +99,7 @@ class TokenBatch:
     Only hidden states at (predict_rows, predict_cols) reach the LM head.
     """
 
-    input_ids: torch.Tensor  # [B, T] int64, right-padded
-    attention_mask: torch.Tensor  # [B, T] int64, 1 on real tokens, from lengths
+    input_ids: torch.Tensor  # [B, T] int64, right-padded; attention is causal, so no real token sees padding
     predict_rows: torch.Tensor  # [N] int64
     predict_cols: torch.Tensor  # [N] int64
     targets: torch.Tensor  # [N] int64

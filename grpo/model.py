@@ -9,7 +9,6 @@ whose logits are recomputed in the backward pass instead of kept.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,13 @@ def decoder(model: Any) -> torch.nn.Module:
 def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
     """Last hidden states at the batch's predicting positions: [N, D].
 
+    No attention mask is passed: rows are padded on the right and attention is causal, so padding is never seen, and
+    without a mask the attention kernel skips the upper triangle instead of computing and discarding it.
     Gradient checkpointing acts in training mode only; dropout is off, so the mode changes nothing else.
     """
     policy.model.train(torch.is_grad_enabled())
-    with policy.autocast(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hidden = decoder(policy.model)(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        ).last_hidden_state  # [B, T, D]
+    with policy.autocast():
+        hidden = decoder(policy.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # [B, T, D]
     policy.model.eval()
     return hidden[batch.predict_rows, batch.predict_cols]  # [N, D]
 

@@ -44,7 +44,7 @@ def test_padding_that_equals_eos_is_not_trained_and_eos_is():
     short = episode([1, 2], [9], [1])
     long = episode([1, 2, 3, 4], [5, 9], [1, 1])
     (batch,) = make_microbatches([short, long], [1.0, 1.0], max_tokens=100, pad_id=9)
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6]
+    assert batch.input_ids.tolist() == [[1, 2, 9, 9, 9, 9], [1, 2, 3, 4, 5, 9]]
     assert batch.targets.tolist() == [9, 5, 9]  # the model's own end-of-turn token, twice; never a padding 9
     assert batch.predict_cols.tolist() == [1, 3, 4]
 

@@ -133,19 +133,19 @@ CLEAN = Habits(
 )
 
 IMPERFECT = Habits(
-    first={"ask": 0.36, "propose": 0.24, "vain": 0.16, "invalid": 0.18, "info": 0.06},
+    first={"ask": 0.28, "propose": 0.24, "vain": 0.18, "invalid": 0.26, "info": 0.04},
     after={
-        "ask": {"ask": 0.60, "propose": 0.18, "vain": 0.12, "invalid": 0.08, "info": 0.02},
-        "vain": {"ask": 0.22, "propose": 0.14, "vain": 0.48, "invalid": 0.13, "info": 0.03},
-        "invalid": {"ask": 0.16, "propose": 0.12, "vain": 0.10, "invalid": 0.58, "info": 0.04},
-        "info": {"ask": 0.36, "propose": 0.26, "vain": 0.18, "invalid": 0.14, "info": 0.06},
+        "ask": {"ask": 0.55, "propose": 0.20, "vain": 0.13, "invalid": 0.10, "info": 0.02},
+        "vain": {"ask": 0.16, "propose": 0.12, "vain": 0.54, "invalid": 0.15, "info": 0.03},
+        "invalid": {"ask": 0.10, "propose": 0.10, "vain": 0.08, "invalid": 0.68, "info": 0.04},
+        "info": {"ask": 0.30, "propose": 0.22, "vain": 0.20, "invalid": 0.24, "info": 0.04},
     },
-    all_asked={"propose": 0.62, "ask": 0.16, "vain": 0.12, "invalid": 0.10},
+    all_asked={"propose": 0.56, "ask": 0.16, "vain": 0.14, "invalid": 0.14},
     in_order=0.75,
     optional=0.12,
-    unasked={"invent": 0.58, "leave_out": 0.30, "null": 0.06, "unknown": 0.06},
-    extra={"nothing": 0.74, "invent": 0.14, "foreign": 0.12},
-    broken_plan=0.18,
+    unasked={"invent": 0.45, "leave_out": 0.43, "null": 0.06, "unknown": 0.06},
+    extra={"nothing": 0.66, "invent": 0.14, "foreign": 0.20},
+    broken_plan=0.25,
 )
 
 VAGUE = ("Can you tell me more?", "What else?", "Is that all?", "Any other wishes?", "Anything else?")
@@ -221,7 +221,7 @@ class Demonstrator:
 
     def _ask(self, name: str) -> list[Part]:
         self.asked.append(name)
-        return _question(f"What is the {name.replace('_', ' ')}?")
+        return [(question_turn(f"What is the {name.replace('_', ' ')}?"), TEXT)]
 
     def _in_vain(self) -> list[Part]:
         """A question that reveals nothing new: vague, about something else, or asked before."""
@@ -232,7 +232,7 @@ class Demonstrator:
             question = f"What is the {self.rng.choice(self.asked).replace('_', ' ')}?"
         else:
             question = f"What is the {self.rng.choice(FOREIGN_FIELDS)}?"
-        return _question(question)
+        return [(question_turn(question), TEXT)]
 
     def _invalid(self) -> list[Part]:
         kind = self.rng.random()
@@ -241,7 +241,7 @@ class Demonstrator:
         question = f"What is the {(self._unasked() or ['date'])[0].replace('_', ' ')}?"
         if kind < 0.7:
             return [(question, TEXT)]
-        return _question(question, close='"}\n</tool_call>')
+        return [(question_turn(question, close='"}\n</tool_call>'), TEXT)]
 
     def _plan(self) -> dict[str, str | None]:
         """Named fields in the prompt's order, then what else was told; unknown ones as the habits have it."""
@@ -251,8 +251,10 @@ class Demonstrator:
                 plan[name] = self.told[name]
                 continue
             choice = self._draw(self.habits.unasked)
-            if choice != "leave_out":
-                plan[name] = {"null": None, "unknown": "unknown"}.get(choice) if choice != "invent" else self._invent(name)
+            if choice == "invent":
+                plan[name] = self._invent(name)
+            elif choice != "leave_out":
+                plan[name] = {"null": None, "unknown": "unknown"}[choice]
         plan |= {name: value for name, value in self.told.items() if name not in plan}
         choice = self._draw(self.habits.extra)
         others = [name for name in self.family.fields if name not in plan]
@@ -271,8 +273,9 @@ class Demonstrator:
         return self.rng.choices(list(table), list(table.values()))[0]
 
 
-def _question(text: str, close: str = '"}}\n</tool_call>') -> list[Part]:
-    return [(f'<tool_call>\n{{"name": "ask_question", "arguments": {{"question": "{text}{close}', TEXT)]
+def question_turn(text: str, close: str = '"}}\n</tool_call>') -> str:
+    """The turn that asks `text`."""
+    return f'<tool_call>\n{{"name": "ask_question", "arguments": {{"question": "{text}{close}'
 
 
 def with_invented_values(scenario: Scenario, vocabulary: Vocabulary, rng: random.Random) -> Scenario:

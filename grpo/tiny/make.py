@@ -22,6 +22,7 @@ from env.clarify import ClarifyEnv
 from grpo.chat import ChatTokens
 from grpo.tiny import demos
 from grpo.tiny.lookup import start_with_lookup
+from grpo.tiny.measure import measure
 from grpo.tiny.pretrain import Stage, new_model, train
 from grpo.tiny.tokenizer import build_tokenizer
 from scenarios.generator import training_scenario
@@ -75,8 +76,11 @@ def make(out: Path, seed: int, scale: float) -> None:
             model, stage, pad_id=tokenizer.pad_token_id, seed=seed, report=partial(print, flush=True)
         )
         save(model, tokenizer, out)
-    seconds["all"] = time.monotonic() - started
-    print(json.dumps({name: round(value) for name, value in seconds.items()}))
+    figures = measure(model, tokenizer)
+    seconds["everything, measuring included"] = time.monotonic() - started
+    document = {"seed": seed, "seconds": {name: round(value) for name, value in seconds.items()}, **figures}
+    (out / "measurements.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document, indent=2))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer, out: Path) -> None:

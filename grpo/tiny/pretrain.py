@@ -80,10 +80,10 @@ def train(model: Qwen3ForCausalLM, stage: Stage, *, pad_id: int, seed: int, repo
             seconds = time.monotonic() - started
             left = seconds / (step + 1) * (stage.steps - step - 1)
             report(
-                f"{stage.name} {step + 1}/{stage.steps}  loss {sum(losses[-100:]) / len(losses[-100:]):.3f}  "
-                f"value tokens right {right / max(1, looked_up):.1%}  {tokens / seconds:.0f} tokens/s  {left:.0f} s left"
+                f"{stage.name} {step + 1}/{stage.steps}  loss {sum(losses) / len(losses):.3f}  "
+                f"values right {right / max(1, looked_up):.1%}  {tokens / seconds:.0f} tokens/s  {left:.0f} s left"
             )
-            right = looked_up = 0
+            losses, right, looked_up = [], 0, 0
     return time.monotonic() - started
 
 

@@ -36,16 +36,17 @@ SYLLABLES = [c + v for c in "b c d f g h j k l m n p r s t v w z".split() for v 
 def open_vocabulary(count: int, seed: int) -> list[str]:
     """`count` invented words and the numbers below 100: pieces for values that no list holds."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) + rng.choice(["", "n", "r", "s"]) for _ in range(count)]
-    return [word + rng.choice(["", " "]) for word in words] + [f"{number:02d}" for number in range(100)] * 20
+    words = ("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(count))
+    words = [word + rng.choice(["", "n", "r", "s"]) + rng.choice(["", " "]) for word in words]
+    return words + [f"{number:02d}" for number in range(100)] * 20
 
 
 def build_tokenizer(corpus: Iterable[str], out: Path, max_length: int) -> PreTrainedTokenizerFast:
     """Train on `corpus` (the texts the policy will read and write) plus invented words; save into `out`."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(MARKERS),
