@@ -9,7 +9,7 @@ trained, whatever its id, and padding may share that id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +23,9 @@ class Turn:
 
     `text` is those ids decoded (without the end-of-turn token) and only feeds the environment and the log, never
     training. `reply` is the environment's answer, None where the turn ended the episode.
+
+    Example: `Turn(start=13, stop=15, text=..., reply=None)` is the second turn in the example of `Episode`: its ids are
+    7 and 151645.
     """
 
     start: int
@@ -75,7 +78,8 @@ class Episode:
 class Group:
     """The G episodes of one scenario: same request, profile, difficulty and prompt ids.
 
-    Example: four members with rewards 0, 0, 0, 1 get advantages -0.5, -0.5, -0.5, 1.5 (see `grpo.advantages`).
+    Example: four members with rewards 0, 0, 0, 1 get advantages -0.5, -0.5, -0.5, 1.5 (to three digits; see
+    `grpo.advantages`).
     """
 
     scenario: Scenario
@@ -106,7 +110,7 @@ class TokenBatch:
     episode_index: torch.Tensor  # [N] int64, the episode's index in the whole step, ascending
     sampler_logprobs: torch.Tensor  # [N] float32
     token_weights: torch.Tensor  # [N] float32, the normaliser of the whole optimiser step folded in
-    rows: tuple[int, ...] = field(default=())  # the episode index of each row
+    rows: tuple[int, ...]  # the episode index of each row
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""

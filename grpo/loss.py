@@ -40,7 +40,8 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
     """Bounds of the ratio, (1 - epsilon, 1 + epsilon_high), with the loss type's default for epsilon_high.
 
     cispo has no lower bound. Two conventions to know when settings come from elsewhere: TRL's cispo calls the bound
-    itself epsilon_high (its recommended 5.0 is our default of 4.0), and the GSPO paper uses 3e-4 and 4e-4, which must be asked for.
+    itself epsilon_high (its recommended 5.0 is our default of 4.0), and the GSPO paper uses 3e-4 and 4e-4, which must
+    be asked for.
     Raises ValueError for an unknown loss type.
     """
     if config.loss_type not in get_args(LossType):

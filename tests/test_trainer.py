@@ -1,6 +1,7 @@
 """The step: identities before the first update, independence of the split, what is (not) loaded, and that it learns."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -105,18 +106,18 @@ def test_beta_0_loads_no_reference(folder, monkeypatch, tmp_path):
 def test_gradients_do_not_depend_on_the_microbatches(folder, loss_type):
     """1 x 64 against 8 x 8 rows: the normaliser is that of the whole step."""
     gradients, splits = [], []
+    logprobs = trainer.token_logprobs
     for budget in (1_000_000, 8 * 225):
         each = make(folder, prompts_per_step=8, num_generations=8, max_completion_len=12, loss_type=loss_type,
                     microbatch_tokens=budget)  # fmt: skip
         each.optimizer.step = lambda: None
-        calls = []
-        original = trainer.token_logprobs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "token_logprobs", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+            counted = mock.Mock(side_effect=logprobs)
+            patch.setattr(trainer, "token_logprobs", counted)
             patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, m: torch.zeros(()))
             each.step(0)
         gradients.append([p.grad.clone() for p in each.policy.model.parameters()])
-        splits.append(len(calls))
+        splits.append(counted.call_count)
     assert splits[0] == 1 and splits[1] >= 8
     scale = max(g.abs().max() for g in gradients[0])
     assert scale > 1e-3
