@@ -23,7 +23,7 @@ train: setup
 
 test: setup
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests
 
 lint: setup
 	$(BIN)/python -m ruff check .

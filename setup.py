@@ -29,7 +29,7 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],
+        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
     },

@@ -96,7 +96,8 @@ def test_rubric_decides_what_is_averaged(run, tmp_path):
     assert gated["avg_score"] == gated["rubrics"]["gated"]["avg_score"]
 
 
-def test_compare_prints_changes_and_draws_them(run, tmp_path):
+def test_compare_prints_changes_and_draws_them(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # tables wrap at the width that a terminal announces
     for model in ("guess", "random", "ask-all"):
         run("--model", model, "--limit", 20, "--output", tmp_path / f"{model}.json")
     files = [tmp_path / f"{model}.json" for model in ("guess", "random", "ask-all")]
