@@ -10,8 +10,7 @@ import toy
 import transformers
 
 from grpo.config import UsageError
-from grpo.engines import TurnRequest
-from grpo.engines import torch_engine as engine_module
+from grpo.engines import TurnRequest, slots
 from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 
@@ -355,8 +354,8 @@ def test_models_it_would_run_wrongly_are_refused(monkeypatch):
     softcap = transformers.Gemma2Config(**sizes, intermediate_size=32, num_attention_heads=2, head_dim=8)
     with pytest.raises(UsageError, match="softcap"):
         TorchEngine(transformers.AutoModelForCausalLM.from_config(softcap), EOS, 32)
-    attend = engine_module._attend
-    monkeypatch.setattr(engine_module, "_attend", lambda q, k, v, mask, scaling: attend(q, k, v, mask, 0.1))
+    attend = slots._attend
+    monkeypatch.setattr(slots, "_attend", lambda q, k, v, mask, scaling: attend(q, k, v, mask, 0.1))
     with pytest.raises(UsageError, match="gives other logits"):
         TorchEngine(toy.make_model(TOKENIZER), EOS)
 

@@ -21,38 +21,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
+from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, round_up
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
-
-ATTENTION_NAME = "grpo_slots"
-KEY_MULTIPLE = 64  # key lengths are rounded up to this: few distinct shapes, aligned masks
-CAPACITY_MULTIPLE = 256  # of the cache; a multiple of KEY_MULTIPLE
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who is who among the N tokens of one forward: first the chunks, one after the other, then n single tokens.
-
-    Example: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it feeds::
-
-        flat tokens   [reply 0, reply 1 | row 0's last, reply 2]
-        chunks        [(0, 2, row 1, mask of positions 4 and 5)]
-        row_mask      [2, 1, 1, K]: row 0 up to its length, row 1 up to position 6
-    """
-
-    chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
-    row_mask: torch.Tensor  # [n, 1, 1, K], 0 where a row attends and -inf elsewhere
 
 
 @dataclass
@@ -68,104 +47,6 @@ class Row:
     position: int = 0
     stream: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.uint64))
     logprobs: list[float] = field(default_factory=list)
-
-
-class SlotCache(Cache):
-    """KV of all slots: per layer two tensors [slots, H_kv, capacity, d], made at the first forward.
-
-    `capacity` follows the longest row, so that a model with 40k positions does not cost 40k positions of memory.
-    """
-
-    def __init__(self, slots: int, dtype: torch.dtype):
-        super().__init__(layers=[])
-        self.slots, self.dtype = slots, dtype
-        self.pools: dict[int, list[torch.Tensor]] = {}
-        self.rows = self.columns = torch.empty(0, dtype=torch.int64)
-        self.capacity = 0
-
-    def place(self, rows: torch.Tensor, columns: torch.Tensor, longest: int) -> None:
-        """The next forward's token i goes to slot rows[i], position columns[i] < longest (both [N])."""
-        self.rows, self.columns = rows, columns
-        if longest > self.capacity:
-            grown = _round_up(longest, CAPACITY_MULTIPLE)
-            for pools in self.pools.values():
-                pools[:] = [F.pad(pool, (0, 0, 0, grown - self.capacity)) for pool in pools]
-            self.capacity = grown
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [1, H_kv, N, d] states to their places; return the whole pools, for `slot_attention` to read."""
-        if layer_idx not in self.pools:
-            # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
-            self.pools[layer_idx] = [
-                torch.zeros(self.slots, s.shape[1], self.capacity, s.shape[3], dtype=self.dtype, device=s.device)
-                for s in (key_states, value_states)
-            ]
-        keys, values = self.pools[layer_idx]
-        keys[self.rows, :, self.columns] = key_states[0].transpose(0, 1).to(self.dtype)
-        values[self.rows, :, self.columns] = value_states[0].transpose(0, 1).to(self.dtype)
-        return keys, values
-
-    def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of one slot to others."""
-        for pools in self.pools.values():
-            for pool in pools:
-                pool[targets, :, :length] = pool[source, :, :length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are always given explicitly; no model may derive them from the cache
-
-
-def slot_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [1, H, N, d]
-    key: torch.Tensor,  # [slots, H_kv, capacity, d], this forward's keys already in it
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    slot_layout: Layout | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of a flat batch over the slots (transformers' attention interface). Returns [1, N, H, d]."""
-    for name in ("softcap", "s_aux", "position_bias", "sinks"):
-        if options.get(name) is not None:
-            raise UsageError(f"--engine torch: attention option `{name}` of {type(module).__name__} is not supported")
-    if slot_layout is None:
-        raise UsageError(f"--engine torch: {type(module).__name__} does not pass options to its attention function")
-    outputs = []
-    for start, stop, row, mask in slot_layout.chunks:
-        keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
-        outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
-    n, _, _, length = slot_layout.row_mask.shape
-    last = query[0, :, -n:].transpose(0, 1)[:, :, None]  # [n, H, 1, d]
-    output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, 1, H, d]
-    outputs.append(output.transpose(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
-
-
-def _attend(
-    query: torch.Tensor,  # [b, H, q, d]
-    key: torch.Tensor,  # [b, H_kv, K, d]
-    value: torch.Tensor,
-    mask: torch.Tensor,  # [b, 1, q, K]
-    scaling: float | None,
-) -> torch.Tensor:
-    """softmax(query key^T * scaling + mask) value: [b, q, H, d].
-
-    Grouped queries: the heads that share a key head become more query positions of it, so keys are read once and not
-    repeated.
-    """
-    b, heads, q, _ = query.shape
-    share = heads // key.shape[1]
-    if share > 1:
-        query = query.reshape(b, key.shape[1], share * q, -1)
-        mask = mask if q == 1 else mask.repeat(1, 1, share, 1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype), scale=scaling)
-    return output.reshape(b, heads, q, -1).transpose(1, 2)
-
-
-AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 class TorchEngine:
@@ -321,7 +202,7 @@ class TorchEngine:
         for index, row in enumerate(self._rows):
             first, last = row.cached, len(row.ids) - 1
             if first < last:
-                columns = torch.arange(_round_up(last), device=self.device)
+                columns = torch.arange(round_up(last), device=self.device)
                 mask = columns <= torch.arange(first, last, device=self.device)[:, None]  # [q, K]
                 chunks.append((len(ids), len(ids) + last - first, index, self._additive(mask[None, None])))
                 ids.extend(row.ids[first:last])
@@ -332,7 +213,7 @@ class TorchEngine:
         rows.extend(range(len(lengths)))
         positions.extend(length - 1 for length in lengths)
         table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
-        columns = torch.arange(_round_up(max(lengths)), device=self.device)
+        columns = torch.arange(round_up(max(lengths)), device=self.device)
         row_mask = self._additive((columns <= table[2, -len(lengths) :, None])[:, None, None])  # [n, 1, 1, K]
         self.cache.place(table[1], table[2], max(lengths))
         with self._sampling_mode():
@@ -408,10 +289,6 @@ class TorchEngine:
                 f"--engine torch: {type(self.model).__name__} gives other logits through this engine's cache than by "
                 "itself; its attention is of a kind this engine does not support"
             )
-
-
-def _round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _longest_prefix(prompt: tuple[int, ...], donors: dict[tuple[int, ...], int]) -> tuple[int, int]:
