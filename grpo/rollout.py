@@ -52,7 +52,8 @@ def rollout(
         One group per scenario, in the order given; its members in order, whatever the order they finished in.
 
     An exception in the environment or in `reward_fn`, or a reward that is not finite, costs that episode alone: it gets
-    stop reason `env_error` and reward None, and the exception is logged.
+    stop reason `env_error` and reward None, and the exception is logged. Where the environment broke before it gave a
+    first message, that episode's prompt and completion are empty.
     """
     limits = (max_completion_len, engine.max_context)
     players = {
