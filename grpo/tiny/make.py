@@ -49,10 +49,10 @@ def stages(vocabulary: demos.Vocabulary, scale: float = 1.0) -> list[Stage]:
         return max(1, round(number * scale))
 
     return [
-        Stage("recall, short", partial(recall, most=4, as_replies=False), steps(400), 48, 2e-3),
-        Stage("recall, longer", partial(recall, most=7, as_replies=True), steps(400), 32, 2e-3),
-        Stage("clean episodes", partial(episode, habits=demos.CLEAN, invented=0.6), steps(600), 16, 2e-3),
-        Stage("imperfect episodes", partial(episode, habits=demos.IMPERFECT, invented=0.3), steps(1200), 16, 1e-3),
+        Stage("recall, short", partial(recall, most=4, as_replies=False), steps(250), 48, 2e-3),
+        Stage("recall, longer", partial(recall, most=7, as_replies=True), steps(250), 32, 2e-3),
+        Stage("clean episodes", partial(episode, habits=demos.CLEAN, invented=0.6), steps(400), 16, 2e-3),
+        Stage("imperfect episodes", partial(episode, habits=demos.IMPERFECT, invented=0.3), steps(600), 16, 1.5e-3),
     ]
 
 
