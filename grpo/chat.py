@@ -73,10 +73,22 @@ class ChatTokens:
 
     def _render_first_prompt(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
         try:
-            text = self._render([{"role": role, "content": content} for role, content in messages])
+            text = self._render([self._message(role, content) for role, content in messages])
         except (TemplateError, TypeError) as error:
             raise UsageError(f"tokenizer {self.name}: its chat template refuses the prompt ({error})") from error
         return tuple(self._encode(text))
+
+    def _message(self, role: str, content: str) -> Message:
+        # The system prompt is ours; a request comes from a scenario file.
+        return {"role": role, "content": content if role == "system" else self._without_control(content)}
+
+    def _without_control(self, text: str) -> str:
+        before = None
+        while text != before:  # what stands around a removed text may join to another one
+            before = text
+            for control in self._control_texts:
+                text = text.replace(control, "")
+        return text
 
     def _reply_ids(self, text: str) -> tuple[int, ...]:
         """Ids between a sampled turn and the next: what follows its end-of-turn token, the reply, the next header.
@@ -88,9 +100,7 @@ class ChatTokens:
         They are a difference within one rendering of a dummy conversation: all ids less those up to the end of the
         dummy turn. Rendered for each text, because templates may trim or quote it.
         """
-        for control in self._control_texts:
-            text = text.replace(control, "")
-        rendered = self._render_reply(self.reply_role, text)
+        rendered = self._render_reply(self.reply_role, self._without_control(text))
         ids, head = self._encode(rendered), self._encode(rendered[: self._end_of_turn(rendered)])
         if ids[: len(head)] != head:
             raise UsageError(f"tokenizer {self.name}: merges an end-of-turn token with the text after it")
