@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
+import sys
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -140,11 +142,19 @@ def _held_out_profiles() -> frozenset:
     return frozenset(_profile_key(scenario) for scenario in _held_out_file())
 
 
-def main(path: Path = HELD_OUT_FILE) -> None:
-    """Writes the held-out file anew."""
-    path.write_text(held_out_text(), encoding="utf-8", newline="\n")
+def main(args: list[str] | None = None) -> int:
+    """Writes the held-out file anew. Returns the exit code: 0, or 2 for a file that cannot be written."""
+    parser = argparse.ArgumentParser(prog="python -m scenarios.generator", description="Write the held-out scenarios.")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=HELD_OUT_FILE, help="default: the bundled file")
+    path = parser.parse_args(args).out
+    try:
+        path.write_text(held_out_text(), encoding="utf-8", newline="\n")
+    except OSError as error:
+        print(f"scenarios.generator: --out {path}: {error.strerror}", file=sys.stderr)
+        return 2
     print(f"{path}: {len(load_scenarios(path))} scenarios")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    PositiveInt,
+    Field,
     StrictInt,
     StringConstraints,
     ValidationError,
@@ -20,6 +20,7 @@ from pydantic import (
 from env.families import FAMILIES, FAMILY_ALIASES
 
 Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
+Budget = Annotated[StrictInt, Field(gt=0)]
 Difficulty = Literal["easy", "medium", "hard"]
 
 
@@ -47,9 +48,9 @@ class Scenario(BaseModel):
     critical_fields: tuple[str, ...]
     required_keys: tuple[str, ...]
     field_keys: tuple[str, ...]
-    max_steps: PositiveInt
-    max_questions: PositiveInt
-    seed: int
+    max_steps: Budget
+    max_questions: Budget
+    seed: StrictInt
     task_title: str | None = None
 
     @field_validator("family")
@@ -59,6 +60,13 @@ class Scenario(BaseModel):
         if name not in FAMILIES:
             raise ValueError(f"unknown family {name!r}: must be one of {', '.join(FAMILIES)}")
         return name
+
+    @field_validator("request")
+    @classmethod
+    def _says_something(cls, request: str) -> str:
+        if not request.strip():
+            raise ValueError("request is blank")
+        return request
 
     @model_validator(mode="after")
     def _fields_of_the_family(self) -> Scenario:

@@ -149,8 +149,20 @@ def test_training_scenarios_depend_on_run_and_index():
 
 
 def test_the_held_out_file_is_rewritten_byte_for_byte(tmp_path):
-    main(tmp_path / "again.json")
+    assert main(["--out", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_bytes() == HELD_OUT_FILE.read_bytes()
+
+
+def test_only_a_right_command_line_writes(tmp_path, capsys):
+    before = HELD_OUT_FILE.stat().st_mtime_ns
+    assert main(["--out", str(tmp_path / "no" / "where.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("where.json: No such file or directory\n") and error.count("\n") == 1
+    for args, code in ((["--help"], 0), (["--seed", "1"], 2)):
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == code
+    assert HELD_OUT_FILE.stat().st_mtime_ns == before
 
 
 def test_held_out_is_stratified_in_every_prefix():
@@ -209,6 +221,10 @@ def test_the_published_schema_is_read(tmp_path):
          "scenario 1: unknown family 'cooking': must be one of event_planning, "),
         (json.dumps([{k: v for k, v in EASY.items() if k != "request"}]), "scenario 0: missing key 'request'"),
         (json.dumps([EASY | {"max_steps": 0}]), "scenario 0: max_steps: Input should be greater than 0"),
+        (json.dumps([EASY | {"max_steps": True}]), "scenario 0: max_steps: Input should be a valid integer"),
+        (json.dumps([EASY | {"max_questions": "6"}]), "scenario 0: max_questions: Input should be a valid integer"),
+        (json.dumps([EASY | {"seed": 7.0}]), "scenario 0: seed: Input should be a valid integer"),
+        (json.dumps([EASY | {"request": " \n"}]), "scenario 0: request is blank"),
         (json.dumps([EASY | {"task_id": "extreme"}]), "task_id: Input should be 'easy', 'medium' or 'hard'"),
         (json.dumps([EASY | {"hidden_profile": {}}]), "scenario 0: hidden_profile is empty"),
         (json.dumps([EASY | {"hidden_profile": {"colour": "red"}}]), "event_planning has no field 'colour'"),
