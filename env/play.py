@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ HELP = 'Type a question, plan {"field": "value", ...}, info, or a raw tool call.
 
 
 def main(args: list[str] | None = None) -> int:
-    """Plays one episode. Returns the exit code: 0, or 2 for bad input (one line on stderr)."""
+    """Plays one episode. Returns the exit code: 0, 1 where the output is not read on, 2 for bad input."""
     options = _options(args)
     try:
         scenario = choose_scenario(options.family, options.difficulty, options.seed, options.scenarios)
@@ -30,9 +31,15 @@ def main(args: list[str] | None = None) -> int:
         print(f"env.play: {error}", file=sys.stderr)
         return 2
     try:
-        play(ClarifyEnv(scenario))
-    except (EOFError, KeyboardInterrupt):
-        print("\nLeft before the end: no score.")
+        try:
+            play(ClarifyEnv(scenario))
+        except (EOFError, KeyboardInterrupt):
+            print("\nLeft before the end: no score.")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

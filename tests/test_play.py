@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,14 @@ def test_the_command_runs_and_ends_at_the_end_of_input():
     )
     assert done.returncode == 0 and done.stderr == b""
     assert b"Left before the end" in done.stdout
+
+
+def test_output_that_is_not_read_on_ends_it_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "env.play", "--seed", "1"],
+        stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE, cwd=Path(play.__file__).parent.parent,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
