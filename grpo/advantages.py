@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from grpo.config import LossType
@@ -16,16 +15,6 @@ from grpo.config import LossType
 STD_EPS = 1e-4
 # Equal rewards reach us with rounding residue (0.1 + 0.2 against 0.3); dividing by its std would make it a signal.
 MIN_SPREAD = 1e-6
-
-
-@dataclass(frozen=True)
-class RewardStatistics:
-    """A step's rewards in three numbers: mean and sample std over all episodes that have one (None if none has),
-    and the share of groups without a learning signal (no spread, or fewer than two rewards)."""
-
-    mean: float | None
-    std: float | None
-    frac_reward_zero_std: float
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:
@@ -62,16 +51,6 @@ def group_advantages(
             scale = statistics.stdev(valid if scale_rewards == "group" else batch) + STD_EPS
         advantages.append([0.0 if reward is None else (reward - mean) / scale for reward in group])
     return advantages
-
-
-def reward_statistics(rewards: Sequence[Sequence[float | None]]) -> RewardStatistics:
-    """Mean, std and share of signal-less groups of a step's rewards [P][G], P >= 1. One reward alone has std 0."""
-    batch = [reward for group in rewards for reward in valid_rewards(group)]
-    return RewardStatistics(
-        mean=math.fsum(batch) / len(batch) if batch else None,
-        std=statistics.stdev(batch) if len(batch) > 1 else (0.0 if batch else None),
-        frac_reward_zero_std=sum(not has_spread(group) for group in rewards) / len(rewards),
-    )
 
 
 def valid_rewards(group: Sequence[float | None]) -> list[float]:

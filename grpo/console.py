@@ -28,10 +28,17 @@ PLAIN_EVERY = 10
 def run_entry(main: Callable[[], None]) -> None:
     """Run a command's `main`: bad input (`UsageError`) becomes one line on stderr and exit code 2, Ctrl-C 130.
 
+    Where nobody reads the output on (`| head`) it ends quietly with exit code 1.
+
     Any other exception is a fault of the program and keeps its traceback.
     """
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except UsageError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
@@ -124,6 +131,8 @@ def status_line(row: Mapping[str, Any]) -> str:
         parts.append(f"KL {row['kl']:.4f}")
     stops = [(key.removeprefix("stop/"), share) for key, share in row.items() if key.startswith("stop/") and share]
     parts += [" ".join(f"{reason} {share:.0%}" for reason, share in stops)]
+    if row.get("skipped_updates"):
+        parts.append("UPDATE SKIPPED: not finite")
     parts.append(f"{_number(row['time/tokens_per_second'], '.0f')} tokens/s")
     return "  ".join(parts)
 

@@ -20,12 +20,10 @@ from env.clarify import EpisodeRecord, StopReason
 from env.families import FAMILIES
 from env.prompts import first_messages
 from env.rubrics import Score, score
+from grpo.advantages import MIN_SPREAD, has_spread
 from grpo.config import UsageError
 from grpo.data_types import Episode, Group
 from scenarios.schema import Scenario
-
-NO_SPREAD = 1e-6
-"""A group whose rewards have a standard deviation below this teaches nothing."""
 
 FULL_GROUPS = 2
 """Groups written out in full to a step's markdown file; the others get one line per episode."""
@@ -46,7 +44,7 @@ METRICS: dict[str, str] = {
     "learning_rate": "Learning rate of this step's update.",
     "reward": "Mean training reward (score minus the no-plan penalty) over episodes that have one.",
     "reward_std": "Mean over groups of the standard deviation (ddof 1) of the rewards in the group.",
-    "frac_reward_zero_std": f"Share of groups whose reward spread is below {NO_SPREAD:g}: they give no gradient.",
+    "frac_reward_zero_std": f"Share of groups whose rewards differ by less than {MIN_SPREAD:g}: they give no gradient.",
     "kl": "Mean KL estimate to the frozen base per trained token; null where no reference is loaded.",
     "entropy": "Mean entropy in nats of the policy's next-token distribution at trained tokens.",
     "skipped_updates": "Share of the step's updates skipped because loss or gradient was not finite.",
@@ -167,8 +165,11 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(text)
     except json.JSONDecodeError:
         rows = _whole_lines(text)
-    if not (isinstance(rows, list) and all(isinstance(row, dict) and "step" in row for row in rows)):
-        raise UsageError(f"{path}: not a log history (a JSON list with one object per step)")
+    except (RecursionError, ValueError):  # nested too deeply, a number too long
+        rows = None
+    steps = [row.get("step") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
+    if not all(type(step) is int for step in steps) or any(a >= b for a, b in zip(steps, steps[1:])):
+        raise UsageError(f"{path}: not a log history (a JSON list with one object per step, in order)")
     return rows
 
 
@@ -181,7 +182,9 @@ def _whole_lines(text: str) -> list[dict[str, Any]] | None:
             rows.append(json.loads(line.removesuffix(",")))
         except json.JSONDecodeError:
             break
-    return rows if first == "[" else None
+    # Only a last line can be half-written; a broken one further up is damage, not to be cut off with what follows.
+    whole = first == "[" and not any(line.strip("] ") for line in lines[len(rows) + 1 :])
+    return rows if whole else None
 
 
 # ------------------------------------------------------------------------------------------------------ what happened
@@ -251,7 +254,7 @@ def step_metrics(
         **losses,
         "reward": mean(rewards),
         "reward_std": mean(spreads),
-        "frac_reward_zero_std": mean(spread < NO_SPREAD for spread in spreads),
+        "frac_reward_zero_std": mean(not has_spread(group.rewards) for group in groups),
         "completions/mean_length": mean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),

@@ -1,11 +1,10 @@
 import math
-import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.advantages import group_advantages, reward_statistics, token_weights
+from grpo.advantages import group_advantages, has_spread, token_weights
 
 
 def assert_close(actual, expected, tolerance=1e-12):
@@ -39,14 +38,13 @@ def test_one_winner_in_four_by_hand():
 def test_a_group_without_spread_gets_exactly_zero(group, scale):
     other = [0.0, 1.0]  # keeps the std of the batch away from 0
     assert group_advantages([group, other], scale)[0] == [0.0] * len(group)
-    assert reward_statistics([group]).frac_reward_zero_std == 1.0
-    assert reward_statistics([group, other]).frac_reward_zero_std == 0.5
+    assert not has_spread(group)
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_a_small_spread_is_a_spread(scale):
     assert all(abs(a) > 1e-7 for a in group_advantages([[0.3, 0.3 + 2e-6]], scale)[0])
-    assert reward_statistics([[0.3, 0.3 + 2e-6]]).frac_reward_zero_std == 0.0
+    assert has_spread([0.3, 0.3 + 2e-6])
 
 
 def test_missing_rewards_are_left_out_of_the_baseline():
@@ -90,22 +88,6 @@ def test_a_reward_that_is_not_finite_is_refused(bad):
 def test_unknown_scaling():
     with pytest.raises(ValueError, match="'std' is not one of group, batch, none"):
         group_advantages([[0.0, 1.0]], "std")
-
-
-# --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def test_statistics_by_hand():
-    stats = reward_statistics([[0.0, 1.0], [2.0, None, 5.0], [2.0, 2.0], [None, None]])
-    assert stats.mean == 2.0
-    assert stats.std == pytest.approx(statistics.stdev([0, 1, 2, 5, 2, 2]))
-    assert stats.frac_reward_zero_std == 0.5
-
-
-def test_statistics_of_too_few_rewards():
-    none, one = reward_statistics([[None]]), reward_statistics([[0.4, None]])
-    assert (none.mean, none.std, none.frac_reward_zero_std) == (None, None, 1.0)
-    assert (one.mean, one.std, one.frac_reward_zero_std) == (0.4, 0.0, 1.0)
 
 
 # --- token weights ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 import io
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -82,7 +85,10 @@ def test_a_half_written_line_is_dropped_wherever_it_was_cut(tmp_path):
 
 
 def test_a_file_that_is_no_log_is_left_alone(tmp_path):
-    for text in ("no log", '{"step": 1}', "[1, 2]"):
+    for text in (
+        "no log", '{"step": 1}', "[1, 2]", '[{"step": "1"}]', '[{"step": true}]', '[{"step": 2}, {"step": 1}]',
+        "[" * 100_000, '[\n{"step": 1},\n{"st\n{"step": 3}\n]\n',
+    ):  # fmt: skip
         path = tmp_path / "log.json"
         path.write_text(text)
         with pytest.raises(UsageError, match="log.json: not a log history"):
@@ -306,3 +312,26 @@ def test_entry_turns_bad_input_into_one_line_and_hides_no_fault(capsys):
 
     with pytest.raises(ValueError, match="a fault"):
         console.run_entry(faulty)
+
+
+def test_groups_without_signal_are_those_that_get_no_advantage():
+    """Differences of 1.2e-6 have a smaller standard deviation, and are trained on all the same."""
+    scenario = generate(10_000, "easy", "event_planning")
+    rewards = [0.3, 0.3, 0.3, 0.3 + 1.2e-6]
+    members = tuple(played(scenario, [ask("date")], r, i, StopReason.TOKEN_CAP) for i, r in enumerate(rewards))
+    row = step_metrics([Group(scenario, members)], step=1, losses={}, seconds={"rollout": 1.0})
+    assert row["reward_std"] < 1e-6 and row["frac_reward_zero_std"] == 0
+
+
+def test_a_skipped_update_is_said(row):
+    assert "UPDATE SKIPPED: not finite" in console.status_line(row | {"skipped_updates": 0.5})
+    assert "SKIPPED" not in console.status_line(row | {"skipped_updates": 0.0})
+
+
+def test_output_that_is_not_read_on_ends_a_command_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    program = "from grpo.console import run_entry; run_entry(lambda: print('x'))"
+    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
