@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError, create_model
 
 from env.families import FAMILIES
 from grpo.config import UsageError
@@ -22,6 +24,37 @@ SUMMARY_KEYS = (
 )  # fmt: skip
 SAMPLING_KEYS = ("temperature", "top_p", "max_completion_len", "seed")
 
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Scores(BaseModel):
+    card: Number
+    gated: Number
+
+
+class _Episode(BaseModel):
+    family: Literal[tuple(FAMILIES)]
+    seed: StrictInt
+    scores: _Scores
+
+
+class _Scenarios(BaseModel):
+    sha256: StrictStr
+    n: StrictInt | None = None
+
+
+_Report = create_model(
+    "_Report",
+    model=(StrictStr, ...),
+    rubric=(Literal["card", "gated"], ...),
+    scenarios=(_Scenarios, ...),
+    episodes=(Annotated[list[_Episode], Field(min_length=1)], ...),
+    **{key: (Number | None, ...) for key in SUMMARY_KEYS if key != "env_errors"},
+    env_errors=(StrictInt, ...),
+    **{key: (Number | None, None) for key in SAMPLING_KEYS},
+)
+"""What a comparison reads of a report."""
+
 
 def load_report(path: str | Path) -> dict[str, Any]:
     """An evaluation written by `eval.py --output` or by a training run. Raises `UsageError` where it is not one."""
@@ -31,10 +64,18 @@ def load_report(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"--compare {path}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"--compare {path}: not JSON ({error})") from error
-    needed = {"model", "rubric", "scenarios", "episodes", *SUMMARY_KEYS}
-    missing = sorted(needed - report.keys()) if isinstance(report, dict) else sorted(needed)
-    if missing:
-        raise UsageError(f"--compare {path}: not an evaluation written by eval.py (no {', '.join(missing)})")
+    except RecursionError:
+        raise UsageError(f"--compare {path}: not an evaluation report (nested too deeply)") from None
+    try:
+        checked = _Report.model_validate(report)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        what = " ".join(filter(None, (where and f"{where}:", first["msg"])))
+        raise UsageError(f"--compare {path}: not an evaluation report ({what})") from None
+    if checked.scenarios.n not in (None, len(checked.episodes)):
+        what = f"{len(checked.episodes)} episodes of {checked.scenarios.n} scenarios"
+        raise UsageError(f"--compare {path}: not an evaluation report ({what})")
     return report
 
 
@@ -62,7 +103,7 @@ def compare(
     rubric = rubric or _common_rubric(reports, names)
     base = reports[0]
     for name, report in zip(names, reports):
-        if report["scenarios"]["sha256"] != base["scenarios"]["sha256"]:
+        if report["scenarios"]["sha256"] != base["scenarios"]["sha256"] or _played(report) != _played(base):
             raise UsageError(
                 f"--compare: {name} was evaluated on other scenarios than {names[0]} "
                 f"({len(report['episodes'])} against {len(base['episodes'])}); evaluate both on the same file and limit"
@@ -76,6 +117,11 @@ def compare(
         "summary": {key: [report[key] for report in reports] for key in SUMMARY_KEYS},
         "differences": _differences(reports),
     }
+
+
+def _played(report: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What the rows are paired by; a file that was cut by hand keeps the hash of its scenarios."""
+    return [(row["family"], row["seed"]) for row in report["episodes"]]
 
 
 def _row(family: str, reports: Sequence[Mapping[str, Any]], rubric: str) -> dict[str, Any]:

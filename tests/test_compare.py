@@ -121,3 +121,40 @@ def test_table_shows_every_family_model_and_change(capsys, monkeypatch):
     for family in FAMILIES:
         assert family in out
     assert "plan fields never told" in out
+
+
+GOOD = made_report([0.5, 0.6])
+BROKEN = {
+    "null": None,
+    "number for text": GOOD | {"model": 3},
+    "unknown rubric": GOOD | {"rubric": "star"},
+    "missing rate": {key: value for key, value in GOOD.items() if key != "completion_rate"},
+    "text for a rate": GOOD | {"completion_rate": "all"},
+    "list for a setting": GOOD | {"temperature": [0.7]},
+    "no episodes": GOOD | {"episodes": []},
+    "fewer episodes": GOOD | {"scenarios": {"sha256": "same", "n": 3}},
+    "episodes are numbers": GOOD | {"episodes": [1, 2]},
+    "NaN": made_report([0.5, float("nan")]),
+    "no gated score": GOOD | {"episodes": [{"family": "coding", "seed": 1, "scores": {"card": 0.5}}]},
+    "unknown family": made_report([0.5], families=["cooking"]),
+    "seed is a list": GOOD | {"episodes": [GOOD["episodes"][0] | {"seed": []}]},
+}
+
+
+@pytest.mark.parametrize("document", BROKEN.values(), ids=BROKEN.keys())
+def test_a_malformed_report_is_named(tmp_path, document):
+    (tmp_path / "bad.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="bad.json: not an evaluation report") as error:
+        load_report(tmp_path / "bad.json")
+    assert "\n" not in str(error.value)
+
+
+def test_a_report_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="deep.json: not an evaluation report"):
+        load_report(tmp_path / "deep.json")
+
+
+def test_a_report_cut_by_hand_is_not_paired():
+    with pytest.raises(UsageError, match="other scenarios.*1 against 2"):
+        compare([GOOD, GOOD | {"episodes": GOOD["episodes"][:1]}])
