@@ -57,7 +57,7 @@ class Arguments:
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: float32 on a CPU, bfloat16 on a GPU."""
-    compare: Annotated[tuple[Path, ...], arg(metavar="FILE FILE ...", help_behavior_hint="")] = ()
+    compare: Annotated[tuple[Path, ...] | None, arg(metavar="FILE FILE ...", help_behavior_hint="")] = None
     """Compare evaluation files, the base first; nothing is evaluated then."""
     plot: File = None
     """With --compare: the PNG of the changes against the base. Default: comparison.png beside the last file."""
@@ -67,7 +67,7 @@ def main() -> None:
     """Parse, check everything that can be wrong, then evaluate or compare."""
     args = tyro.cli(Arguments, prog="eval.py", args=sys.argv[1:])
     check(args)
-    if args.compare:
+    if args.compare is not None:
         compare_files(args)
     else:
         evaluate(args)
@@ -85,21 +85,37 @@ def check(args: Arguments) -> None:
         raise UsageError(f"--top-p {args.top_p}: must be in (0, 1]")
     if args.full and (args.scenarios or args.limit):
         raise UsageError("--full: plays the bundled held-out file as a whole; leave out --scenarios and --limit")
-    if args.plot and not args.compare:
+    if args.plot and args.compare is None:
         raise UsageError("--plot: needs --compare")
-    for flag, path in (("output", args.output), ("plot", args.plot)):
-        if path is not None:
-            check_writable(flag, path, args.overwrite)
+    if args.compare is not None:
+        if len(args.compare) < 2:
+            raise UsageError("--compare: give at least two evaluation files, the base first")
+        if args.output:
+            raise UsageError("--output: nothing is evaluated with --compare; leave it out")
+        if plot_of(args).suffix != ".png":
+            raise UsageError(f"--plot {args.plot}: must end in .png")
+        check_writable("plot", plot_of(args), args.overwrite)
+    elif args.output is not None:
+        check_writable("output", args.output, args.overwrite)
 
 
-def check_writable(flag: str, path: Path, overwrite: Switch) -> None:
+def plot_of(args: Arguments) -> Path:
+    """Where the plot of a comparison goes."""
+    return args.plot or args.compare[-1].parent / "comparison.png"
+
+
+def check_writable(flag: str, path: Path, overwrite: bool) -> None:
     """Raises UsageError where the file must not or cannot be written."""
-    if path.is_dir():
-        raise UsageError(f"--{flag} {path}: is a folder; give a file")
-    if path.exists() and not overwrite:
-        raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--{flag} {path}: its folder does not exist")
+    with user_input(f"--{flag} {path}"):
+        if path.is_dir():
+            raise UsageError(f"--{flag} {path}: is a folder; give a file")
+        if path.exists() and not overwrite:
+            raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"--{flag} {path}: its folder does not exist")
+        probe = path.with_name(f".{path.name}.tmp")  # the name that an atomic write needs
+        probe.touch()
+        probe.unlink()
 
 
 def compare_files(args: Arguments) -> None:
@@ -110,7 +126,7 @@ def compare_files(args: Arguments) -> None:
     reports = [load_report(path) for path in args.compare]
     names = names_of(reports, args.compare)
     comparison = compare(reports, rubric=args.rubric, names=names)
-    plot = args.plot or args.compare[-1].with_name("comparison.png")
+    plot = plot_of(args)
     with user_input(f"--plot {plot}"):
         plots.plot_deltas(comparison, plot)
     print_comparison(comparison)
@@ -131,7 +147,8 @@ def evaluate(args: Arguments) -> None:
     if args.also_greedy:
         print_report(report["greedy"])
     if args.output:
-        run_folder.write_json(args.output, report)
+        with user_input(f"--output {args.output}"):
+            run_folder.write_json(args.output, report)
         print(f"report: {args.output}")
 
 

@@ -11,6 +11,7 @@ import pytest
 import toy
 
 from env.families import FAMILIES
+from grpo.config import Config
 from grpo.console import run_entry
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +125,9 @@ def test_a_model_folder_is_played_and_reported_greedy_too(run, tmp_path):
 
 
 def test_a_run_is_evaluated_with_its_own_episode_length(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"max_completion_len": 123}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"config": Config().with_values({"max_completion_len": 123}).flat()})
+    )
     assert eval_script.default_length(str(tmp_path / "final")) == 123
     assert eval_script.default_length("tiny") == 320 and eval_script.default_length("Qwen/Qwen3-0.6B") == 768
 
@@ -156,7 +159,15 @@ BAD = {
     "output is a folder": (["--output", "."], "is a folder"),
     "output nowhere": (["--output", "nowhere/out.json"], "nowhere/out.json: its folder does not exist"),
     "greedy script": (["--also-greedy"], "--also-greedy: guess is a scripted policy"),
-    "one report": (["--compare", "good.json"], "at least two|not an evaluation"),
+    "output under /proc": (["--output", "/proc/x.json"], "--output /proc/x.json: "),
+    "output's name too long": (["--output", "x" * 248 + ".json"], "--output x+.json: .*too long"),
+    "output in a dangling link": (["--output", "dangling/out.json"], "--output dangling/out.json: its folder"),
+    "no reports": (["--compare"], "--compare: give at least two"),
+    "one report": (["--compare", "good.json"], "--compare: give at least two"),
+    "output of a comparison": (["--compare", "a.json", "b.json", "--output", "c.json"], "--output: nothing is eval"),
+    "plot without ending": (["--compare", "a.json", "b.json", "--plot", "noext"], "--plot noext: must end in .png"),
+    "comparison of a folder": (["--compare", "a.json", "."], "--compare a.json: No such file"),
+    "plot that is there": (["--compare", "a.json", "old/b.json"], "--plot old/comparison.png: exists"),
     "no report": (["--compare", "good.json", "good.json"], "good.json: not an evaluation"),
 }
 
@@ -168,6 +179,9 @@ def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, mess
     Path("text.json").write_text("not json at all")
     Path("empty.json").write_text("[]")
     Path("family.json").write_text(json.dumps([PUBLISHED[0] | {"family": "cooking"}]))
+    Path("dangling").symlink_to("nowhere")
+    Path("old").mkdir()
+    Path("old/comparison.png").write_text("precious")
     before = sorted(Path(".").iterdir())
     code, out, err = run("--model", "guess", *args)
     assert code == 2 and re.search(message, err), err
