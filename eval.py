@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, arg
 
 from env.policies import POLICIES
 from grpo import run_folder
-from grpo.config import RECIPES, Config, EvalConfig, UsageError
+from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
 from scenarios.generator import HELD_OUT_FILE, held_out
@@ -65,7 +64,7 @@ class Arguments:
 
 def main() -> None:
     """Parse, check everything that can be wrong, then evaluate or compare."""
-    args = tyro.cli(Arguments, prog="eval.py", args=sys.argv[1:])
+    args = tyro_cli(Arguments, sys.argv[1:], prog="eval.py")
     check(args)
     if args.compare is not None:
         compare_files(args)

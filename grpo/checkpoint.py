@@ -18,6 +18,7 @@ from safetensors.torch import load_model, save_model
 from grpo.config import UsageError
 
 FOLDER = "checkpoints"
+FILES = ("model.safetensors", "optimizer.pt", "state.json")
 
 
 def save(run_folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, keep: int) -> Path:
@@ -48,13 +49,32 @@ def newest(run_folder: Path) -> Path:
 
 
 def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Restore `model` and `optimizer` in place; returns the number of finished steps."""
-    load_model(model, str(checkpoint / "model.safetensors"), device=str(next(model.parameters()).device))
-    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
-    return json.loads((checkpoint / "state.json").read_text())["step"]
+    """Restore `model` and `optimizer` in place; returns the number of finished steps.
+
+    Raises:
+        UsageError: a file is missing or damaged.
+    """
+    try:
+        step = int(json.loads((checkpoint / "state.json").read_text())["step"])
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        load_model(model, str(checkpoint / "model.safetensors"), device=str(next(model.parameters()).device))
+        optimizer.load_state_dict(state)
+    except Exception as error:  # damaged files raise almost anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"--resume: {checkpoint} is damaged ({reason}); remove it to use the one before") from error
+    if step != _number(checkpoint):
+        raise UsageError(f"--resume: {checkpoint} is damaged (state.json says step {step}); remove it")
+    return step
 
 
 def _complete(run_folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first, in numeric order."""
-    folders = [p for p in (run_folder / FOLDER).glob("step-*") if p.suffix != ".tmp" and (p / "state.json").is_file()]
-    return sorted(folders, key=lambda path: int(path.name.split("-")[1]))
+    folders = (run_folder / FOLDER).glob("step-*")
+    complete = [f for f in folders if _number(f) is not None and all((f / name).is_file() for name in FILES)]
+    return sorted(complete, key=_number)
+
+
+def _number(folder: Path) -> int | None:
+    """The step in a checkpoint's name; None for other folders (`step-000003.tmp` was never finished)."""
+    text = folder.name.removeprefix("step-")
+    return int(text) if text.isdecimal() else None

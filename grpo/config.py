@@ -6,11 +6,13 @@ Where a value comes from, strongest first: command-line flag, environment variab
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -218,9 +220,9 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
                 values[name] = kind(env[variable])
             except ValueError:
                 raise UsageError(f"{variable}={env[variable]!r}: must be {kind.__name__}") from None
-    config = tyro.cli(
+    config = tyro_cli(
         Config,
-        args=args,
+        args,
         default=defaults.with_values(values),
         prog="train.py",
         description="Train a language model with GRPO to ask before it acts.",
@@ -229,6 +231,25 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
         config = config.with_values({"recipe": defaults.run.recipe})
     validate(config)
     return config
+
+
+def tyro_cli(cls: type, args: list[str], **options: Any) -> Any:
+    """`tyro.cli`, with what it says of a bad flag in one line. Raises UsageError instead of exiting with code 2."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(cls, args=args, **options)
+    except SystemExit as error:
+        if not error.code:
+            raise  # --help
+        # What stands in the box that tyro draws, up to its help.
+        lines = [line.strip("│╭╮╰╯─ \t") for line in said.getvalue().splitlines()]
+        text = [line for line in lines if line and not line.endswith((" error", "options"))]
+        helps = [
+            i for i, line in enumerate(text) if line.startswith(("Argument helptext", "For full helptext", "Perhaps"))
+        ]
+        text = text[: min(helps, default=len(text))]
+        raise UsageError((" ".join(text) or "bad arguments") + " (--help lists the flags)") from None
 
 
 def _recipe_name(args: list[str]) -> str:
@@ -252,8 +273,11 @@ def validate(config: Config) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {knobs[name]}: must be {what}")
 
     for name, value in knobs.items():
-        if isinstance(value, float):
-            require(math.isfinite(value), name, "a finite number")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                require(math.isfinite(number), name, "finite")
+    require(min(config.loss.sapo_tau) > 0, "sapo_tau", "two numbers above 0")
+    require(config.run.seed < 2**63, "seed", "below 2^63")
     require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
     for name in ("beta", "entropy_coef", "weight_decay", "no_plan_penalty", "learning_rate", "eval_temperature"):
         require(knobs[name] >= 0, name, "0 or more")
@@ -272,25 +296,29 @@ def validate(config: Config) -> None:
         require(config.loss.epsilon_high > 0, "epsilon_high", "above 0")
     if config.loss.delta is not None:
         bound = clip_range(config.loss)[1]
+        require(
+            config.loss.loss_type not in ("cispo", "sapo"), "delta", f"left out: {config.loss.loss_type} has no clip"
+        )
         require(config.loss.delta > bound, "delta", f"above 1 + epsilon_high = {bound:g}")
     require(not (config.loss.kl_in == "reward" and config.loss.beta == 0), "kl_in", "loss where beta is 0")
 
 
 def flag_value(args: list[str], name: str) -> str | None:
-    """The value of `--name VALUE` or `--name=VALUE` in `args`; None where it is not given."""
-    flag = "--" + name.replace("_", "-")
+    """The value of `--name VALUE` or `--name=VALUE` in `args`, the last one as the CLI takes it; None without one."""
+    flag, value = "--" + name.replace("_", "-"), None
     for i, arg in enumerate(args):
-        if arg.replace("_", "-") == flag and i + 1 < len(args):
-            return args[i + 1]
-        if arg.replace("_", "-").startswith(flag + "="):
-            return arg.split("=", 1)[1]
-    return None
+        given = arg.split("=", 1)[0].replace("_", "-")
+        if given == flag and "=" in arg:
+            value = arg.split("=", 1)[1]
+        elif given == flag and i + 1 < len(args):
+            value = args[i + 1]
+    return value
 
 
 def refuse_changes(stored: Config, given: Config) -> None:
     """A resumed run keeps its settings. Raises UsageError naming the first knob that differs."""
     for name, value in stored.flat().items():
-        if name not in ("resume", "output_dir") and given.flat()[name] != value:
+        if name != "resume" and given.flat()[name] != value:
             flag = name.replace("_", "-")
             raise UsageError(
                 f"--{flag} {given.flat()[name]}: the run was started with {value}; a resumed run keeps its settings"

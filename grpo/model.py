@@ -9,6 +9,7 @@ whose logits are recomputed in the backward pass instead of kept.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,15 @@ def load_policy(config: ModelConfig) -> Policy:
         for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
             if getattr(model_config, name, None):
                 setattr(model_config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(source, config=model_config, dtype=torch.float32)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=model_config, dtype=torch.float32, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"--model {config.model}: not a loadable causal language model ({reason})") from error
+    except Exception as error:  # a damaged folder raises almost anything, from seven libraries
+        raise UsageError(f"--model {config.model}: not a loadable causal language model ({one_line(error)})") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # they would be filled with random numbers
+        raise UsageError(f"--model {config.model}: {len(missing)} weights are not in its files, such as {missing[0]}")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -78,6 +83,23 @@ def load_policy(config: ModelConfig) -> Policy:
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype))
     _check_head(policy)
     return policy
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, with its kind where that says more."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if len(text) < 20 else text
+
+
+def fingerprint(policy: Policy) -> str:
+    """SHA-256 of a model's weights (shape, sum and sum of squares of each tensor), vocabulary and chat template."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(policy.model.state_dict().items()):
+        values = tensor.double()
+        digest.update(f"{name} {tuple(tensor.shape)} {values.sum():.12e} {values.square().sum():.12e}\n".encode())
+    digest.update(repr(sorted(policy.tokenizer.get_vocab().items())).encode())
+    digest.update(repr(policy.tokenizer.chat_template).encode())
+    return digest.hexdigest()
 
 
 def _device(name: str) -> torch.device:
@@ -102,7 +124,7 @@ def _source(name: str) -> str:
         return name
     if path.exists():
         raise UsageError(f"--model {name}: is a file; give a Hugging Face model folder")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or path.parent.is_dir():
         raise UsageError(f"--model {name}: no such folder; give `tiny`, a model folder or a hub id (owner/name)")
     return name
 
@@ -113,6 +135,8 @@ def _check_head(policy: Policy) -> None:
     with torch.no_grad():
         expected = policy.model(input_ids=ids, use_cache=False).logits
         actual = policy.model.get_output_embeddings()(decoder(policy.model)(ids, use_cache=False).last_hidden_state)
+    if not torch.isfinite(expected).all():
+        raise UsageError(f"--model {policy.name}: its logits are not finite; the weights are damaged")
     if not torch.allclose(expected.float(), actual.float(), atol=1e-4, rtol=1e-4):
         raise UsageError(f"--model {policy.name}: changes logits after its head (scaling or capping): not supported")
 

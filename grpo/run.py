@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,10 @@ import torch
 from env.prompts import TOOLS, first_messages
 from grpo import checkpoint, compare, config, console, evaluate, plots, run_folder
 from grpo.chat import ChatTokens
-from grpo.config import Config
+from grpo.config import Config, UsageError
 from grpo.engines.torch_engine import TorchEngine
 from grpo.metrics import LogHistory, step_metrics, write_completions
-from grpo.model import CHUNK_LOGITS, Policy, load_policy
+from grpo.model import CHUNK_LOGITS, Policy, fingerprint, load_policy, one_line
 from grpo.reference import Reference
 from grpo.sampling import SamplingConfig
 from grpo.trainer import Trainer
@@ -32,7 +36,9 @@ def start(args: list[str]) -> None:
             been written then.
     """
     resume = config.flag_value(args, "resume")
-    if resume:
+    if resume is not None:
+        if not resume:
+            raise UsageError("--resume: must name the folder of a run")
         folder = Path(resume)
         stored = run_folder.stored_config(folder)
         settings = config.parse(args, defaults=stored)
@@ -41,7 +47,7 @@ def start(args: list[str]) -> None:
     else:
         settings = config.parse(args)
         folder = run_folder.choose(settings)
-    train(settings, folder, resumed=bool(resume))
+    train(settings, folder, resumed=resume is not None)
 
 
 def train(settings: Config, folder: Path, resumed: bool = False) -> None:
@@ -51,18 +57,20 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     reference = Reference(settings.model) if settings.loss.beta > 0 else None
     engine = make_engine(settings, policy, chat, held_out(None))
     trainer = Trainer(settings, policy, engine, chat, reference)
+    base = fingerprint(policy)
     if resumed:
+        run_folder.check_base(folder, base)
         done = checkpoint.load(checkpoint.newest(folder), policy.model, trainer.optimizer)
     else:
         done = 0
-        run_folder.create(folder, settings)
+        run_folder.create(folder, settings, base)
     console.print_header(header(settings, policy, reference, folder, done), title="GRPO: ask before you act")
 
     before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     history = LogHistory(folder / "log_history.json")
     history.truncate_to(done)
     total = settings.optim.num_steps
-    with console.StepProgress(total, done) as progress:
+    with console.StepProgress(total, done) as progress, interruptible() as interrupted:
         for index in range(done, total):
             result = trainer.step(index)
             row = step_metrics(
@@ -75,9 +83,12 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
             write_completions(folder / "completions", index + 1, result.groups, result.advantages)
             history.append(row)
             progress.update(row)
-            last = index + 1 == total
+            last = index + 1 == total or bool(interrupted)
             if last or (settings.run.save_every and (index + 1) % settings.run.save_every == 0):
                 checkpoint.save(folder, index + 1, policy.model, trainer.optimizer, settings.run.keep_checkpoints)
+            if interrupted:
+                print(f"\nto continue: python train.py --resume {folder}")
+                raise KeyboardInterrupt
 
     save_final(policy, folder / "final")
     after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"))
@@ -86,9 +97,36 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     console.print_outcome(comparison, artefacts(folder))
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C lets the step finish, so that a checkpoint can be written: the list is not empty then. A second one
+    stops at once."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+        print("\nfinishing this step, then writing a checkpoint; Ctrl-C again stops at once", flush=True)
+
+    previous = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def make_chat(policy: Policy) -> ChatTokens:
     """Messages to ids with the environment's tools; training and evaluation render the same prompts with it."""
-    return ChatTokens(policy.tokenizer, TOOLS, policy.model.generation_config)
+    try:
+        return ChatTokens(policy.tokenizer, TOOLS, policy.model.generation_config)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a broken tokenizer or template raises
+        raise UsageError(f"--model {policy.name}: its tokenizer or chat template fails ({one_line(error)})") from error
 
 
 def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> TorchEngine:
@@ -100,6 +138,10 @@ def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: S
     longest = max(len(chat.first_prompt(first_messages(scenario))) for scenario in scenarios)
     context = longest + PROMPT_MARGIN + settings.rollout.max_completion_len
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < longest + PROMPT_MARGIN:
+        raise UsageError(
+            f"--model {policy.name}: {positions} positions are too few for first prompts of {longest} tokens"
+        )
     return TorchEngine(
         policy.model,
         chat.eos_ids,
@@ -137,15 +179,20 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict
 
 def save_final(policy: Policy, folder: Path) -> None:
     """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings."""
-    policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+    aside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    policy.model.save_pretrained(aside)
+    policy.tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
 
 
 def header(settings: Config, policy: Policy, reference: Reference | None, folder: Path, done: int) -> dict[str, str]:
     """What is about to run, for the panel at the start."""
     rollout, optim = settings.rollout, settings.optim
     loss = settings.loss
-    anchor = f"beta {loss.beta:g}, {loss.kl_estimator} in the {loss.kl_in}, frozen {policy.name}"
+    estimator = "k1" if loss.kl_in == "reward" else loss.kl_estimator
+    anchor = f"beta {loss.beta:g}, {estimator} in the {loss.kl_in}, frozen {policy.name}"
     rows = {
         "recipe": settings.run.recipe,
         "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters",

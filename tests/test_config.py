@@ -89,10 +89,27 @@ def test_bad_variable_is_named():
         parse([], {"NUM_STEPS": "many"})
 
 
-def test_unparsable_flag_exits_with_2():
-    with pytest.raises(SystemExit) as exit_:
-        parse(["--beta", "lots"], {})
-    assert exit_.value.code == 2
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--beta", "lots"], "--beta"),
+        (["--num-steps", "1e3"], "--num-steps"),
+        (["--loss-type", "foo"], "--loss-type"),
+        (["--bet", "0.1"], "--bet"),
+        (["--sapo-tau", "0", "1"], "--sapo-tau"),
+        (["--sapo-tau", "nan", "1"], "--sapo-tau"),
+        (["--loss-type", "sapo", "--delta", "3"], "--delta 3.0"),
+    ],
+)
+def test_a_flag_that_does_not_parse_is_one_line_too(args, names):
+    with pytest.raises(UsageError) as error:
+        parse(args, {})
+    assert names in str(error.value) and "\n" not in str(error.value)
+
+
+def test_of_a_repeated_flag_the_last_one_counts():
+    config = parse(["--recipe", "tiny", "--recipe", "clarify-run1"], {})
+    assert (config.run.recipe, config.loss.beta) == ("clarify-run1", 0.0)
 
 
 def test_the_size_of_the_held_out_file():

@@ -190,9 +190,9 @@ def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, mess
 
 
 @pytest.mark.parametrize("args", [["--modle", "tiny"], ["--rubric", "star"], ["--limit", "many"], ["--engine", "vllm"]])
-def test_flags_that_do_not_parse_are_code_2(run, args):
+def test_flags_that_do_not_parse_are_one_line_and_code_2(run, args):
     code, out, err = run(*args)
-    assert code == 2 and out == "" and args[0] in err
+    assert code == 2 and out == "" and args[0] in err and err.count("\n") == 1
 
 
 def test_every_flag_has_a_line_of_help():

@@ -1,9 +1,11 @@
 """Loading policies, their log-probs, and one line of reason for what cannot be loaded."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpo import model as model_module
 from grpo.batching import make_microbatches
@@ -119,6 +121,50 @@ def test_folder_without_a_model_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(UsageError, match="not a loadable causal language model"):
         load_policy(ModelConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_damaged_folders_are_one_line(folder, tmp_path):
+    """Garbage weights, weights that are missing, weights of another shape, weights that are NaN, no tokenizer."""
+
+    def spoil(name, weights=None, **config):
+        copy = shutil.copytree(folder, tmp_path / name)
+        if weights is not None:
+            tensors = load_file(copy / "model.safetensors")
+            save_file(weights(tensors), copy / "model.safetensors", metadata={"format": "pt"})
+        values = json.loads((copy / "config.json").read_text()) | config
+        (copy / "config.json").write_text(json.dumps(values))
+        return copy
+
+    garbage = spoil("garbage")
+    (garbage / "model.safetensors").write_bytes(b"junk")
+    folders = {
+        garbage: "not a loadable",
+        spoil("missing", lambda t: dict(list(t.items())[::2])): "weights are not in its files",
+        spoil("renamed", lambda t: {"x." + name: value for name, value in t.items()}): "weights are not in its files",
+        spoil("shape", hidden_size=16): "not a loadable",
+        spoil("nan", lambda t: {name: value * float("nan") for name, value in t.items()}): "not finite",
+    }
+    for path, reason in folders.items():
+        with pytest.raises(UsageError, match=reason) as error:
+            load_policy(ModelConfig(model=str(path), device="cpu"))
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_path_under_an_existing_folder_is_never_looked_up_on_a_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no such folder"):
+        load_policy(ModelConfig(model="runs/nope", device="cpu"))
+
+
+def test_fingerprint_changes_with_one_weight(policy):
+    before = model_module.fingerprint(policy)
+    assert before == model_module.fingerprint(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight[3, 3] += 1e-3
+        changed = model_module.fingerprint(policy)
+        policy.model.lm_head.weight[3, 3] -= 1e-3
+    assert changed != before
 
 
 def test_unknown_device_is_one_line():

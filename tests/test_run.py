@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from grpo import run
+from grpo import checkpoint, run
 from grpo.config import Config, ModelConfig
 from grpo.console import run_entry
 from grpo.metrics import without_times
@@ -139,6 +140,10 @@ def test_resume_refuses_a_changed_setting_by_name(finished, capsys):
         (dict(model="missing/model/folder"), "--model missing/model/folder"),
         (dict(recipe="fastest"), "--recipe fastest"),
         (dict(resume="nowhere"), "--resume nowhere"),
+        (dict(resume=""), "--resume"),
+        (dict(output_dir="/proc/run"), "--output-dir /proc/run"),
+        (dict(output_dir="x" * 300), "--output-dir"),
+        (dict(output_dir=__file__ + "/sub"), "--output-dir"),
         (dict(eval_limit=100_000), "--eval-limit 100000"),
     ],
 )
@@ -165,3 +170,71 @@ def test_without_output_dir_a_free_name_is_taken(model_folder, tmp_path, monkeyp
     assert train_py(args) == 0 and train_py(args) == 0
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == [f"{model_folder.name}-beta0.2-seed0", f"{model_folder.name}-beta0.2-seed0-2"]
+
+
+DAMAGE = {
+    "garbage weights": ("model.safetensors", b"junk"),
+    "garbage optimiser": ("optimizer.pt", b"junk"),
+    "not JSON": ("state.json", b"{"),
+    "no step": ("state.json", b"{}"),
+    "another step": ("state.json", b'{"step": 99}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path, capsys, damage):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    name, content = DAMAGE[damage]
+    (copy / "checkpoints" / "step-000004" / name).write_bytes(content)
+    assert train_py(["--resume", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert "step-000004 is damaged" in error and error.count("\n") == 1
+    assert history(copy) == history(finished)
+
+
+def test_an_incomplete_checkpoint_is_not_used(finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    (copy / "checkpoints" / "step-000004" / "optimizer.pt").unlink()
+    (copy / "checkpoints" / "step-best").mkdir()
+    assert checkpoint.newest(copy).name == "step-000002"
+
+
+@pytest.mark.parametrize("content", ['{"config": {}}', '{"config": null}', "[]", '{"config": {"beta": null}}', "\xff"])
+def test_a_damaged_config_is_named(finished, tmp_path, capsys, content):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    (copy / "config.json").write_bytes(content.encode("latin-1"))
+    assert train_py(["--resume", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert "config.json" in error and error.count("\n") == 1
+
+
+def test_resume_refuses_another_base(finished, tmp_path, capsys):
+    """The folder that `--model` names holds other weights now: the policy would go on with a wrong reference."""
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    stored = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(stored | {"base_sha256": "0" * 64}))
+    assert train_py(["--resume", str(copy)]) == 2
+    assert "base model has changed" in capsys.readouterr().err
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(model_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    steps = run.step_metrics
+
+    def interrupted(groups, *, step, **kwargs):
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return steps(groups, step=step, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "step_metrics", interrupted)
+        assert train_py(arguments(model_folder, folder, eval_limit=0)) == 130
+    assert len(history(folder)) == 1 and checkpoint.newest(folder).name == "step-000001"
+
+
+def test_a_context_shorter_than_the_prompt_is_refused(tmp_path, capsys):
+    tokenizer = toy.make_tokenizer()
+    toy.make_model(tokenizer, max_position_embeddings=64).save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    assert train_py(arguments(tmp_path / "short", tmp_path / "run")) == 2
+    assert "64 positions are too few" in capsys.readouterr().err and not (tmp_path / "run").exists()
