@@ -1,9 +1,10 @@
 """Where training starts from: random weights, and in a few heads the beginnings of a look-up.
 
 Copying the answer "venue: rented hall." into `"venue": "` needs two steps that only pay together: heads that know which
-tokens came just before, and a head that compares these and copies what it finds. From purely random weights a model of
-this size stayed at guessing among the values in its context for more than five million tokens; from these it looks up
-99 % after 0.4 million. Nothing here is frozen, and nothing knows about fields or values: it is all learnt from there.
+tokens came just before, and a head that compares these and copies what it finds. In trials, random weights had
+31 % of the values right after 0.66 million tokens and 55 % after six million (guessing among the values in the context
+gives 20-30 %); these had 99 % after 0.4 million. The trials also differed in the RoPE base and the number of fields.
+Nothing here is frozen, and nothing knows about fields or values: it is all learnt from there.
 The idea is that of Trockman and Kolter (2023), "Mimetic initialization of self-attention layers".
 """
 
