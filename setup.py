@@ -12,7 +12,8 @@ setup(
     description="GRPO from scratch in plain PyTorch, training an agent that asks before it acts",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["grpo", "grpo.engines", "grpo.tiny", "env", "scenarios"],
+    packages=["grpo", "grpo.engines", "grpo.tiny", "grpo_kernels", "env", "scenarios"],
+    package_dir={"grpo_kernels": "kernels/grpo_kernels"},
     py_modules=["train", "eval"],
     package_data={"grpo.tiny": ["*.json", "*.safetensors", "*.jinja"], "scenarios": ["*.json"]},
     install_requires=[
@@ -29,7 +30,7 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6"],
+        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
     },
