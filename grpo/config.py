@@ -37,6 +37,8 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    impl: Literal["auto", "reference", "torch", "triton", "cuda"] = "auto"
+    """Kernels of the LM head and the loss (kernels/README.md). auto: triton on a GPU, torch elsewhere."""
 
 
 @dataclass(frozen=True)

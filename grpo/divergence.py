@@ -17,8 +17,9 @@ from grpo.advantages import token_weights
 from grpo.batching import make_microbatches
 from grpo.config import Config, tyro_cli
 from grpo.console import run_entry
+from grpo.head import score
 from grpo.loss import kl_divergence
-from grpo.model import load_policy, token_logprobs
+from grpo.model import load_policy
 from grpo.rollout import rollout
 from grpo.run import make_chat, make_engine
 from scenarios.generator import held_out
@@ -56,7 +57,7 @@ def divergence(model: str, base: str, limit: int) -> float:
     total = 0.0
     for batch in make_microbatches(episodes, weights, max_tokens=4096):
         batch = batch.to(trained.device)
-        logprobs, ref_logprobs = (token_logprobs(policy, batch)[0] for policy in (trained, reference))
+        logprobs, ref_logprobs = (score(policy, batch)[0] for policy in (trained, reference))
         k3 = kl_divergence(logprobs, ref_logprobs, "k3", torch.ones_like(logprobs))
         total += float((k3 * batch.token_weights).sum())
     return total

@@ -1,10 +1,7 @@
-"""Loading a policy, and its log-probs at the positions that predict a trained token.
+"""Loading a policy, and its hidden states at the positions that predict a trained token.
 
 Weights are kept in float32 and computed with in `dtype` (bfloat16 through autocast): a learning rate of 5e-7 changes a
 bfloat16 weight by less than its rounding, so bfloat16 weights would not move.
-
-The LM head is where memory goes (N x V logits), so only hidden states that predict trained tokens reach it, in chunks
-whose logits are recomputed in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +19,6 @@ from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
-CHUNK_LOGITS = 1 << 24  # logits held at once by the head: 64 MB in float32
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,8 @@ class Policy:
     tokenizer: Any
     device: torch.device
     dtype: torch.dtype
+    impl: str = "auto"
+    """Which implementation of the kernels computes its head; see `grpo.head`."""
 
     def autocast(self) -> torch.autocast:
         """Context in which this policy computes; does nothing in float32."""
@@ -80,7 +77,7 @@ def load_policy(config: ModelConfig) -> Policy:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device).eval()
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
-    policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype))
+    policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)
     _check_head(policy)
     return policy
 
@@ -134,7 +131,9 @@ def _check_head(policy: Policy) -> None:
     ids = torch.arange(4, device=policy.device)[None] % policy.model.config.get_text_config().vocab_size
     with torch.no_grad():
         expected = policy.model(input_ids=ids, use_cache=False).logits
-        actual = policy.model.get_output_embeddings()(decoder(policy.model)(ids, use_cache=False).last_hidden_state)
+        hidden = decoder(policy.model)(ids, use_cache=False).last_hidden_state
+        head = policy.model.get_output_embeddings()
+        actual = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None))
     if not torch.isfinite(expected).all():
         raise UsageError(f"--model {policy.name}: its logits are not finite; the weights are damaged")
     if not torch.allclose(expected.float(), actual.float(), atol=1e-4, rtol=1e-4):
@@ -158,32 +157,3 @@ def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
         hidden = decoder(policy.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # [B, T, D]
     policy.model.eval()
     return hidden[batch.predict_rows, batch.predict_cols]  # [N, D]
-
-
-def token_logprobs(
-    policy: Policy, batch: TokenBatch, temperature: float = 1.0, entropy_grad: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the batch's targets under softmax(logits / temperature), and that distribution's entropy.
-
-    Returns:
-        logprobs [N] float32 in nats, differentiable; entropy [N] float32 in nats, detached unless `entropy_grad`.
-    """
-    hidden = hidden_states(policy, batch)
-    head = policy.model.get_output_embeddings()
-
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with policy.autocast():
-            logits = head(hidden)
-        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)  # [n, V]
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            # A token of probability 0 (logit -inf) adds 0, not 0 * -inf.
-            entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)  # [n]
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
-    rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    pieces = list(zip(hidden.split(rows), batch.targets.split(rows)))
-    if len(pieces) > 1 and torch.is_grad_enabled():
-        outputs = [checkpoint(chunk, h, t, use_reentrant=False) for h, t in pieces]
-    else:
-        outputs = [chunk(h, t) for h, t in pieces]
-    return torch.cat([logprobs for logprobs, _ in outputs]), torch.cat([entropy for _, entropy in outputs])

@@ -8,7 +8,8 @@ import torch
 
 from grpo.config import ModelConfig
 from grpo.data_types import TokenBatch
-from grpo.model import load_policy, token_logprobs
+from grpo.head import score
+from grpo.model import load_policy
 
 
 class Reference:
@@ -22,7 +23,6 @@ class Reference:
         self.policy = load_policy(config)
         self.policy.model.requires_grad_(False)
 
-    @torch.no_grad()
     def logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
         """One [N] float32 tensor per microbatch. Computed once per rollout batch, whatever `num_iterations`."""
-        return [token_logprobs(self.policy, batch, temperature)[0] for batch in batches]
+        return [score(self.policy, batch, temperature)[0] for batch in batches]

@@ -17,8 +17,9 @@ from grpo import checkpoint, compare, config, console, evaluate, plots, run_fold
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
 from grpo.engines.torch_engine import TorchEngine
+from grpo.head import describe
 from grpo.metrics import LogHistory, step_metrics, write_completions
-from grpo.model import CHUNK_LOGITS, Policy, fingerprint, load_policy, one_line
+from grpo.model import Policy, fingerprint, load_policy, one_line
 from grpo.reference import Reference
 from grpo.sampling import SamplingConfig
 from grpo.trainer import Trainer
@@ -53,6 +54,7 @@ def start(args: list[str]) -> None:
 def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     """Run (or finish) the training described by `settings` in `folder`."""
     policy = load_policy(settings.model)
+    kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
     chat = make_chat(policy)
     reference = Reference(settings.model) if settings.loss.beta > 0 else None
     engine = make_engine(settings, policy, chat, held_out(None))
@@ -64,7 +66,7 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     else:
         done = 0
         run_folder.create(folder, settings, base)
-    console.print_header(header(settings, policy, reference, folder, done), title="GRPO: ask before you act")
+    console.print_header(header(settings, policy, reference, kernels, folder, done), title="GRPO: ask before you act")
 
     before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     history = LogHistory(folder / "log_history.json")
@@ -187,7 +189,9 @@ def save_final(policy: Policy, folder: Path) -> None:
     aside.rename(folder)
 
 
-def header(settings: Config, policy: Policy, reference: Reference | None, folder: Path, done: int) -> dict[str, str]:
+def header(
+    settings: Config, policy: Policy, reference: Reference | None, kernels: str, folder: Path, done: int
+) -> dict[str, str]:
     """What is about to run, for the panel at the start."""
     rollout, optim = settings.rollout, settings.optim
     loss = settings.loss
@@ -198,7 +202,7 @@ def header(settings: Config, policy: Policy, reference: Reference | None, folder
         "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters",
         "device": f"{policy.device}, {torch.get_num_threads()} threads, {str(policy.dtype).removeprefix('torch.')}",
         "engine": "torch, in process, on the policy's own weights",
-        "loss": f"{loss.loss_type}, log-probs by chunked torch ({CHUNK_LOGITS >> 20}M logits at once)",
+        "loss": f"{loss.loss_type} by {kernels}",
         "reference": anchor if reference else "none (beta 0)",
         "a step": f"{rollout.prompts_per_step} scenarios x {rollout.num_generations} episodes, "
         f"{optim.num_iterations} update(s), up to {rollout.max_completion_len} tokens an episode",

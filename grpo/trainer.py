@@ -16,8 +16,9 @@ from grpo.chat import ChatTokens
 from grpo.config import Config
 from grpo.data_types import Group, TokenBatch
 from grpo.engines import Engine
-from grpo.loss import grpo_loss, kl_reward_penalty
-from grpo.model import Policy, token_logprobs
+from grpo.head import policy_loss, score
+from grpo.loss import kl_reward_penalty
+from grpo.model import Policy
 from grpo.reference import Reference
 from grpo.rollout import rollout
 from grpo.schedule import learning_rate
@@ -118,7 +119,6 @@ class Trainer:
         """Training reward: the rubric's score, less the documented shaping."""
         return reward(record, self.config.eval.rubric, self.config.eval.no_plan_penalty)
 
-    @torch.no_grad()
     def anchor_rewards(
         self,
         rewards: list[list[float | None]],
@@ -129,7 +129,7 @@ class Trainer:
         group_size = self.config.rollout.num_generations
         penalties = torch.zeros(len(rewards) * group_size)
         for batch, ref in zip(batches, ref_logprobs):
-            logprobs, _ = token_logprobs(self.policy, batch, self.config.rollout.temperature)
+            logprobs, _ = score(self.policy, batch, self.config.rollout.temperature)
             penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
         beta, flat = self.config.loss.beta, penalties.tolist()
         return [
@@ -160,22 +160,17 @@ class Trainer:
             step_loss = torch.zeros((), device=self.policy.device)
             step_metrics: list[dict[str, torch.Tensor]] = []
             for k, batch in enumerate(batches):
-                policy_logprobs, entropy = token_logprobs(
-                    self.policy, batch, config.rollout.temperature, entropy_grad=config.loss.entropy_coef > 0
-                )  # [N], [N]
-                if len(old_logprobs) == k:
-                    old_logprobs.append(policy_logprobs.detach())
-                loss, metrics = grpo_loss(
-                    policy_logprobs=policy_logprobs,
-                    old_logprobs=old_logprobs[k],
-                    ref_logprobs=ref_logprobs[k],
+                loss, metrics, policy_logprobs = policy_loss(
+                    self.policy,
+                    batch,
                     advantages=advantages[batch.episode_index],
-                    token_weights=batch.token_weights,
-                    episode_index=batch.episode_index,
-                    sampler_logprobs=batch.sampler_logprobs,
-                    entropy=entropy,
                     config=config.loss,
+                    old_logprobs=old_logprobs[k] if k < len(old_logprobs) else None,
+                    ref_logprobs=ref_logprobs[k],
+                    temperature=config.rollout.temperature,
                 )
+                if k == len(old_logprobs):
+                    old_logprobs.append(policy_logprobs)
                 loss.backward()
                 step_loss += loss.detach()
                 step_metrics.append(metrics)

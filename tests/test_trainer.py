@@ -14,7 +14,6 @@ from grpo.model import Policy
 from grpo.reference import Reference
 from grpo.trainer import Trainer
 from scenarios.generator import held_out
-from tests import toy
 
 SMALL = dict(
     recipe="tiny", prompts_per_step=2, num_generations=4, max_completion_len=48, beta=0.2, device="cpu",
@@ -36,17 +35,6 @@ def spread_rewards(groups):
 class ToyTrainer(Trainer):
     def sample_groups(self, step):
         return spread_rewards(super().sample_groups(step))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("toy")
-    tokenizer = toy.make_tokenizer()
-    model = toy.make_model(tokenizer)
-    model.config.attention_dropout = 0.1
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def make(folder, cls=ToyTrainer, **values) -> Trainer:
@@ -106,14 +94,14 @@ def test_beta_0_loads_no_reference(folder, monkeypatch, tmp_path):
 def test_gradients_do_not_depend_on_the_microbatches(folder, loss_type):
     """1 x 64 against 8 x 8 rows: the normaliser is that of the whole step."""
     gradients, splits = [], []
-    logprobs = trainer.token_logprobs
+    loss = trainer.policy_loss
     for budget in (1_000_000, 8 * 225):
         each = make(folder, prompts_per_step=8, num_generations=8, max_completion_len=12, loss_type=loss_type,
                     microbatch_tokens=budget)  # fmt: skip
         each.optimizer.step = lambda: None
         with pytest.MonkeyPatch.context() as patch:
-            counted = mock.Mock(side_effect=logprobs)
-            patch.setattr(trainer, "token_logprobs", counted)
+            counted = mock.Mock(side_effect=loss)
+            patch.setattr(trainer, "policy_loss", counted)
             patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, m: torch.zeros(()))
             each.step(0)
         gradients.append([p.grad.clone() for p in each.policy.model.parameters()])
@@ -127,8 +115,13 @@ def test_gradients_do_not_depend_on_the_microbatches(folder, loss_type):
 def test_a_non_finite_gradient_never_reaches_the_weights(folder, monkeypatch):
     poisoned = make(folder)
     before = [p.detach().clone() for p in poisoned.policy.model.parameters()]
-    original = trainer.grpo_loss
-    monkeypatch.setattr(trainer, "grpo_loss", lambda **k: (original(**k)[0] * float("nan"), original(**k)[1]))
+    original = trainer.policy_loss
+
+    def poison(*args, **kwargs):
+        loss, *rest = original(*args, **kwargs)
+        return loss * float("nan"), *rest
+
+    monkeypatch.setattr(trainer, "policy_loss", poison)
     assert poisoned.step(0).losses["skipped_updates"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, poisoned.policy.model.parameters()))
     assert not poisoned.optimizer.state

@@ -26,8 +26,9 @@ from grpo.advantages import group_advantages, token_weights  # noqa: E402
 from grpo.batching import make_microbatches  # noqa: E402
 from grpo.config import LossConfig  # noqa: E402
 from grpo.data_types import Episode  # noqa: E402
+from grpo.head import token_logprobs  # noqa: E402
 from grpo.loss import grpo_loss  # noqa: E402
-from grpo.model import Policy, token_logprobs  # noqa: E402
+from grpo.model import Policy  # noqa: E402
 
 TEMPERATURE, MAX_COMPLETION_LEN = 0.8, 24
 # Per episode: prompt length, then the lengths of its segments, sampled and environment in turn.
@@ -125,7 +126,7 @@ def our_side(setup, config, advantages, kept):
     assert len(batches) > 1
     total, clipped = torch.tensor(0.0), 0
     for batch in batches:
-        logprobs, entropy = token_logprobs(policy, batch, TEMPERATURE, entropy_grad=True)
+        logprobs, entropy = token_logprobs(policy, batch, TEMPERATURE)
         at = grid_index(batch, episodes)
         loss, metrics = grpo_loss(
             policy_logprobs=logprobs, old_logprobs=old[at], ref_logprobs=ref[at], entropy=entropy,

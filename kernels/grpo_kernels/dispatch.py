@@ -61,7 +61,7 @@ def resolve(op: str, impl: str, device: torch.device) -> str:
         raise ValueError(f"impl: {impl!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
     reason = why_not(op, impl, device)
     if reason:
-        raise RuntimeError(f"impl={impl!r}: {reason}")
+        raise RuntimeError(f"impl {impl}: {reason}")
     return impl
 
 
