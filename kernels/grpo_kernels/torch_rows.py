@@ -7,7 +7,9 @@ first one only). With z the logits, m a row's maximum, T the temperature, y the 
     logprob = a_y - log s        entropy = log s - u / s
 
 Shifted like this a log-prob is never above 0, a common offset of the logits cancels, and a logit of -inf counts as the
-limit 0 in u instead of 0 * inf.
+limit 0 in u instead of 0 * inf. The sum is taken without the target first, s = e^a_y + rest: where the target is the
+maximum its log-prob is then -log1p(rest), which keeps its digits as p -> 1, and so does 1 - p = -expm1(logprob). Next to
+the 1 in s, a rest of 1e-8 would be lost, and the row's whole gradient with it.
 
 Traffic on a CPU: rows are taken a few at a time, so that the passes over them (max; shift; exp; two sums; write) run in
 cache and main memory sees one read and one write of the tile.
@@ -45,6 +47,7 @@ class _Rows(NamedTuple):
     targets: Tensor  # [k, 1]
     shifted: Tensor  # a, [k, V]
     exponentials: Tensor  # e^a, [k, V]
+    rest: Tensor  # the sum of the exponentials but the target's, [k, 1]
     total: Tensor  # s, [k, 1]
     maximum: Tensor  # m, [k, 1]
 
@@ -68,14 +71,18 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, inplace: bo
             shifted.mul_(1.0 / temperature)
         shifted.clamp_(min=MIN_SHIFTED)
         torch.exp(shifted, out=exps)
-        yield _Rows(rows, targets[rows, None], shifted, exps, exps.sum(-1, keepdim=True), maximum)
+        of_target = exps.gather(1, targets[rows, None])
+        rest = exps.scatter_(1, targets[rows, None], 0).sum(-1, keepdim=True)
+        exps.scatter_(1, targets[rows, None], of_target)
+        yield _Rows(rows, targets[rows, None], shifted, exps, rest, rest + of_target, maximum)
 
 
 def _row_stats(each: _Rows) -> RowStats:
     log_sum = each.total.log()
     target = each.shifted.gather(1, each.targets)
     # The cut must not reach the log-prob of a target whose logit is -inf.
-    logprobs = torch.where(target <= MIN_SHIFTED, -torch.inf, target - log_sum)
+    logprobs = torch.where(target == 0, -torch.log1p(each.rest), target - log_sum)
+    logprobs = torch.where(target <= MIN_SHIFTED, -torch.inf, logprobs)
     # u as a dot product: it needs no third buffer, and vecdot runs at the speed of memory where bmm does not.
     entropy = log_sum - torch.linalg.vecdot(each.exponentials, each.shifted)[:, None] / each.total
     return RowStats(logprobs[:, 0], entropy[:, 0], each.maximum[:, 0], log_sum[:, 0])
