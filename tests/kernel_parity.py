@@ -5,7 +5,8 @@ For an output or gradient x, with `truth` in float64 and `eager` in the dtype of
     |x - truth| <= 2 |eager - truth| + a few float32 roundings of |truth|
 
 in the norm of the whole tensor, and again for the worst element of a vector, or the worst row of a matrix relative to
-that row's size (a row's gradient may be a millionth of its neighbour's). Tolerances thus come from the dtype, not from a table.
+that row's size (a row's gradient may be a millionth of its neighbour's). Tolerances thus come from the dtype, not from
+a table.
 
 The logits are peaked as a language model's are: the target has a log-prob between 0 and about -15. Random normal
 logits over a large vocabulary have nearly no gradient, and a kernel that returns 0 would pass.
@@ -82,7 +83,7 @@ def problem(
     without: tuple[str, ...] = (),
     **settings,
 ) -> Problem:
-    """Peaked inputs in `dtype`; per-token inputs in float32. One row in five has weight 0. `without`: tokens left None."""
+    """Peaked inputs in `dtype`; per-token inputs in float32, those named in `without` None. One row in five is masked."""
     hidden, weight, targets = peaked_head(rows, dim, vocab, seed)
     hidden, weight = hidden.to(dtype), weight.to(weight_dtype or dtype)
     logits = (hidden.double() @ weight.double().T).to(dtype)
@@ -106,10 +107,8 @@ def problem(
         "sampler_logprobs": old + noise(0.7),
     }
     tokens = {name: None if name in without else value.float() for name, value in tokens.items()}
-    return Problem(
-        hidden, weight, logits, logprobs.to(dtype), entropy.to(dtype), targets, (noise(1.0).float(), noise(0.3).float()),
-        tokens, **settings,
-    )  # fmt: skip
+    upstream = (noise(1.0).float(), noise(0.3).float())
+    return Problem(hidden, weight, logits, logprobs.to(dtype), entropy.to(dtype), targets, upstream, tokens, **settings)
 
 
 # --- the definition: log_softmax, autograd and grpo.loss.grpo_loss ----------------------------------------------------
@@ -215,7 +214,8 @@ def evaluate(op: str, given: Problem, impl: str) -> dict[str, Tensor]:
             grad, grad_entropy = (g.to(logprobs.dtype) for g in given.upstream)
             ((grad * logprobs).sum() + (grad_entropy * entropy).sum()).backward()
         results = dict(zip(("logprobs", "entropy", "lse"), outputs))
-    results |= {f"d_{name}": leaf.grad for name, leaf in leaves.items()}
+    # None, no way to the output at all, is a gradient of 0.
+    results |= {f"d_{k}": torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for k, leaf in leaves.items()}
     return {name: value.detach() for name, value in results.items()}
 
 
@@ -243,11 +243,18 @@ def check(name: str, ours: Tensor, truth: Tensor, eager: Tensor, tiny: float = T
 
 
 def judge(ours: dict[str, Tensor], truth: dict[str, Tensor], eager: dict[str, Tensor], eps: float) -> None:
-    """Check every tensor. A scalar loss may meet its truth by luck in eager: it gets one rounding of the dtype more."""
+    """Check every tensor. A scalar loss may meet its truth by luck in eager: it gets one rounding of the dtype more.
+
+    For that, it must be the sum of the tokens' losses to float32.
+    """
     assert ours.keys() == truth.keys()
     for name in truth:
         target = eager[name].int() if name == "stats.clipped" else eager[name]
         check(name, ours[name], truth[name], target, eps if name == "loss" else TINY)
+    if "loss" in ours:
+        parts = ours["stats.loss"].double()
+        difference = abs(ours["loss"].double() - parts.sum())
+        assert difference <= TINY * parts.abs().sum(), f"loss: {difference:.3e} from the sum of the tokens' losses"
 
 
 def assert_parity(op: str, given: Problem, impl: str, ours: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

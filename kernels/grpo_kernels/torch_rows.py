@@ -8,8 +8,8 @@ first one only). With z the logits, m a row's maximum, T the temperature, y the 
 
 Shifted like this a log-prob is never above 0, a common offset of the logits cancels, and a logit of -inf counts as the
 limit 0 in u instead of 0 * inf. The sum is taken without the target first, s = e^a_y + rest: where the target is the
-maximum its log-prob is then -log1p(rest), which keeps its digits as p -> 1, and so does 1 - p = -expm1(logprob). Next to
-the 1 in s, a rest of 1e-8 would be lost, and the row's whole gradient with it.
+maximum its log-prob is then -log1p(rest), which keeps its digits as p -> 1, and so does 1 - p = -expm1(logprob). Next
+to the 1 in s, a rest of 1e-8 would be lost, and the row's whole gradient with it.
 
 Traffic on a CPU: rows are taken a few at a time, so that the passes over them (max; shift; exp; two sums; write) run in
 cache and main memory sees one read and one write of the tile.
