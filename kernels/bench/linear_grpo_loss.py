@@ -1,0 +1,143 @@
+"""Benchmark of op 1: head, log-probs, KL and GRPO loss, forward and backward.
+
+    python kernels/bench/linear_grpo_loss.py                    # CPU: three cases, under three minutes on two cores
+    python kernels/bench/linear_grpo_loss.py --budget 900       # more rounds
+    python kernels/bench/linear_grpo_loss.py --device cuda      # headline shape N=8192, D=2048, V=151936 in bfloat16
+
+The objective is the clipped ratio with beta 0.2 and the k3 estimate of the KL; entropy is a statistic. Rows:
+
+| row                    | what it is                                                                       |
+|------------------------|----------------------------------------------------------------------------------|
+| bare GEMMs             | logits = X W^T, dX = Z W, dW = Z^T X in the case's dtype: what no head can avoid |
+| eager                  | log_softmax of all logits, `grpo.loss.grpo_loss`, autograd                       |
+| torch.compile          | the same, compiled                                                               |
+| TRL                    | its chunked log-prob op (four GEMMs), then the same loss                         |
+| Liger                  | its fused-linear GRPO loss, two chunk sizes                                      |
+| F.linear_cross_entropy | PyTorch's chunked head with plain cross entropy                                  |
+| ours ...               | `grpo_kernels.linear_grpo_loss`, each implementation that runs on the device     |
+
+TRL and Liger: `make bench-baselines` (downloads), or `pip install trl==1.16.* accelerate datasets liger-kernel==0.8.5`.
+Memory: the bare row writes the logits to a buffer that exists, every other row allocates what it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import baselines
+import harness
+import torch
+from harness import Arguments, Benchmark, Goal, Row, RowResult
+from problems import CONFIG, Case, Problem, head_problem
+from torch import Tensor
+
+from grpo_kernels import OPS, linear_grpo_loss, reference, why_not
+
+CASES = {
+    "cpu": ("N=1024,D=1024,V=151936,fp32", "N=1024,D=256,V=32768,fp32", "N=1024,D=1024,V=151936,bf16"),
+    "cuda": ("N=8192,D=2048,V=151936,bf16", "N=8192,D=1024,V=151936,bf16", "N=4096,D=4096,V=128256,bf16"),
+}
+# At most this many times the bare GEMMs, in the CPU's cases, and this much memory beyond dX and dW.
+CPU_RATIO = {("fp32", 1024, 151936): 1.15, ("fp32", 256, 32768): 1.2, ("bf16", 1024, 151936): 1.2}
+CPU_EXTRA_MB = 85
+
+
+def bare_gemms(case: Case, device: torch.device, gemms: int = 3) -> Row:
+    """The floor: `gemms` is 3, or 1 for an op without gradients. Results are allocated anew, as in every other row."""
+    logits: dict[int, Tensor] = {}
+
+    def run(problem: Problem) -> dict[str, Tensor]:
+        hidden, weight = problem.inputs["hidden"].detach(), problem.inputs["weight"].detach()
+        if len(hidden) not in logits:
+            logits.clear()
+            logits[len(hidden)] = hidden.new_empty(len(hidden), len(weight))
+        z = torch.mm(hidden, weight.T, out=logits[len(hidden)])
+        return {"d_hidden": z @ weight, "d_weight": z.T @ hidden} if gemms == 3 else {}
+
+    return Row("bare GEMMs" if gemms == 3 else "bare GEMM", run, kind="floor", truth=None)
+
+
+def ours(impl: str, device: torch.device) -> Row:
+    def run(problem: Problem) -> dict[str, Tensor]:
+        hidden, weight = problem.inputs["hidden"], problem.inputs["weight"]
+        loss, _ = linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, impl=impl, **problem.tokens)
+        return baselines.backward(loss, problem)
+
+    missing = why_not("linear_grpo_loss", impl, device)
+    return Row(f"ours {impl}", run, missing=missing, kind="ours", wide_accumulator=True)
+
+
+def rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
+    compiled_loss = torch.compile(baselines.eager_loss, dynamic=False)
+
+    def with_loss(loss_of):
+        def run(problem: Problem) -> dict[str, Tensor]:
+            loss = loss_of(problem.inputs["hidden"], problem.inputs["weight"], problem.targets, problem.tokens)
+            return baselines.backward(loss, problem)
+
+        return run
+
+    return [
+        bare_gemms(case, device),
+        Row("eager", with_loss(baselines.eager_loss)),
+        baselines.compiled("torch.compile", with_loss(compiled_loss), device, args),
+        baselines.trl_row(baselines.trl_loss, ", then grpo.loss.grpo_loss"),
+        *baselines.liger_rows(case, device, args),
+        baselines.cross_entropy_row(device),
+        *(ours(impl, device) for impl in OPS["linear_grpo_loss"] if impl != "reference"),
+    ]
+
+
+def truths(problem: Problem) -> dict[str, dict[str, Tensor]]:
+    hidden, weight = problem.inputs["hidden"], problem.inputs["weight"]
+    loss, stats = reference.linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, **problem.tokens)
+    op = baselines.backward(loss, problem) | {"loss_scale": stats.loss.abs().sum()}
+    del loss, stats
+    return {"op": op, "cross_entropy": baselines.cross_entropy_truth(problem)}
+
+
+def outputs(case: Case) -> tuple[int, int]:
+    """Bytes of dX and dW, and of dW's float32 accumulator where dW is narrower."""
+    size = case.torch_dtype.itemsize
+    return (case.N + case.V) * case.D * size, case.V * case.D * 4 * (size < 4)
+
+
+def goals(case: Case, results: dict[str, RowResult]) -> list[Goal]:
+    found = []
+    limit = CPU_RATIO.get((case.dtype, case.D, case.V))
+    mine, eager, trl = results.get("ours torch"), results.get("eager"), results.get("TRL")
+    if limit and mine and mine.ratio_to_floor and "ours triton" not in results:
+        found.append(Goal("ours torch / bare GEMMs", limit, mine.ratio_to_floor, mine.ratio_to_floor <= limit))
+        if mine.extra_mb is not None:
+            found.append(Goal("ours torch, extra MB", CPU_EXTRA_MB, mine.extra_mb, mine.extra_mb <= CPU_EXTRA_MB))
+    for name, result in results.items():
+        if name in ("ours triton", "ours cuda"):
+            if result.ratio_to_floor:
+                ratio = result.ratio_to_floor
+                found.append(Goal(f"{name} / bare GEMMs", 1 / 0.85, ratio, ratio <= 1 / 0.85))
+            if trl:
+                found.append(Goal(f"{name} / TRL, time", 0.8, result.ms / trl.ms, result.ms / trl.ms <= 0.8))
+                memory = result.peak_mb / trl.peak_mb
+                found.append(Goal(f"{name} / TRL, peak memory", 1, memory, memory <= 1))
+        if name.startswith("ours") and eager:
+            for gradient in ("d_hidden", "d_weight"):
+                ratio = result.errors[gradient] / max(eager.errors[gradient], 1e-300)
+                found.append(Goal(f"{name} / eager, error of {gradient}", 1, ratio, ratio <= 1))
+    return found
+
+
+BENCHMARK = Benchmark(
+    name="linear_grpo_loss",
+    title="linear_grpo_loss: head, log-probs, KL and loss, forward + backward",
+    needs=("N", "D", "V"),
+    cases=CASES,
+    problem=head_problem,
+    rows=rows,
+    truths=truths,
+    flops=lambda case: 6.0 * case.N * case.D * case.V,
+    outputs=outputs,
+    goals=goals,
+)
+
+if __name__ == "__main__":
+    harness.main([BENCHMARK], sys.argv[1:])
