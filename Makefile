@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test bench bench-baselines lint clean
 
 setup: $(VENV)/.installed
 
@@ -24,6 +24,14 @@ train: setup
 test: setup
 	$(BIN)/python -m ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests
+
+# CPU: under three minutes. ARGS="--budget 900" for more rounds, ARGS="--device cuda" on a GPU.
+bench: setup
+	$(BIN)/python kernels/bench $(ARGS)
+
+# TRL and Liger, which the benchmarks then show as rows.
+bench-baselines: setup
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
 
 lint: setup
 	$(BIN)/python -m ruff check .

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import torch
 from harness import Arguments, Row
-from problems import CONFIG, Case, Problem
+from problems import CONFIG, Problem
 from torch import Tensor
 
 from grpo.loss import grpo_loss
@@ -45,11 +45,13 @@ def backward(loss: Tensor, problem: Problem) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **problem.gradients()}
 
 
-def compiled(name: str, run: Callable[..., dict[str, Tensor]], device: torch.device, args: Arguments) -> Row:
-    """torch.compile of eager, which `run` gets as its second argument's place; see the callers."""
+def compiled(make: Callable[[Callable], Callable], eager: Callable, device: torch.device, args: Arguments) -> Row:
+    """torch.compile of `eager`; `make` turns a function like `eager` into a row's `run`."""
     if device.type == "cpu" and not args.compile:
-        return Row(name, missing="left out on a CPU by default: compiling takes longer than a round; --compile")
-    return Row(name, run, note="default mode; compiled before the timing")
+        return Row("torch.compile", missing="left out on a CPU by default, compiling takes too long; --compile")
+    torch.compiler.reset()  # beyond eight shapes of one function dynamo would run eager in silence
+    function = torch.compile(eager, dynamic=False, fullgraph=True)
+    return Row("torch.compile", make(function), "of eager, one graph, default mode", compiles=True)
 
 
 def missing_package(package: str, distribution: str, wanted: str) -> str | None:
@@ -61,14 +63,13 @@ def missing_package(package: str, distribution: str, wanted: str) -> str | None:
     return None
 
 
-def trl_logprobs(problem: Problem) -> tuple[Tensor, Tensor]:
+def trl_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy by TRL's chunked op, with the arguments GRPOTrainer's fused head gives it."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-    hidden, weight = problem.inputs["hidden"], problem.inputs["weight"]
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden, weight, None, problem.targets, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy")
+        hidden, weight, None, targets, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy")
     )
     return logprobs, entropy
 
@@ -76,17 +77,17 @@ def trl_logprobs(problem: Problem) -> tuple[Tensor, Tensor]:
 TRL_NOTE = "ChunkedLogProbFunction with log-probs and entropy, 4096 x 32768 tiles (GRPOTrainer's setting)"
 
 
-def trl_row(run: Callable[[Problem], dict[str, Tensor]], note: str = "", truth: str | None = "op") -> Row:
+def trl_row(run: Callable[[Problem], dict[str, Tensor]], note: str = "") -> Row:
     missing = missing_package("trl", "trl", "1.16.")
-    return Row("TRL", run, TRL_NOTE + note, missing, truth=truth, wide_accumulator=True)
+    return Row("TRL", run, TRL_NOTE + note, missing, wide_accumulator=True)
 
 
-def trl_loss(problem: Problem) -> dict[str, Tensor]:
-    logprobs, entropy = trl_logprobs(problem)
-    return backward(loss_of(logprobs, entropy.detach(), problem.tokens), problem)
+def trl_loss(hidden: Tensor, weight: Tensor, targets: Tensor, tokens: dict[str, Tensor]) -> Tensor:
+    logprobs, entropy = trl_logprobs(hidden, weight, targets)
+    return loss_of(logprobs, entropy.detach(), tokens)
 
 
-def liger_rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
+def liger_rows(device: torch.device, args: Arguments) -> list[Row]:
     """Liger's fused-linear GRPO loss at its default chunk of one sequence, and with all sequences in one chunk."""
     missing = missing_package("liger_kernel", "liger-kernel", "0.8.5") or (
         None if importlib.util.find_spec("triton") else "liger-kernel needs triton, which is not installed"
@@ -98,7 +99,7 @@ def liger_rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
         def run(problem: Problem) -> dict[str, Tensor]:
             return liger_loss(problem, all_at_once, compile_loss)
 
-        return Row(name, run, note, missing, wide_accumulator=True)
+        return Row(name, run, note, missing, compiles=compile_loss, wide_accumulator=True)
 
     return [row("Liger, chunk_size=1", False), row("Liger, one chunk", True)]
 

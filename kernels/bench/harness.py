@@ -7,8 +7,8 @@
    the machine hits all alike. Reported are medians with p20 and p80; the ratio to the floor row is the median of the
    ratios within a round. Rounds go on until the time budget is spent, at least one.
 
-JSON keys: `benchmark`, `environment`, `settings`, `cases`; a case has `case`, `rounds`, `check_tokens`, `rows` and
-`goals`; the keys of a row are the fields of `RowResult`, those of a goal the fields of `Goal`.
+JSON: `benchmarks`, a list; each has `benchmark`, `environment`, `settings` and `cases`; a case has `case`, `rounds`,
+`check_tokens`, `rows` and `goals`. The keys of a row are the fields of `RowResult`, those of a goal of `Goal`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Arguments:
     """auto: cuda where there is one."""
     cases: tuple[str, ...] = ()
     """Shapes, like N=1024,D=256,V=32768,fp32. Default: those of the device."""
+    smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """One tiny case and one round: does everything run and is everything right?"""
     rows: tuple[str, ...] = ()
     """Only rows whose name contains one of these; eager always runs, to compare with."""
     rounds: int | None = None
@@ -79,8 +81,17 @@ class Row:
     kind: Literal["floor", "baseline", "ours"] = "baseline"
     truth: str | None = "op"
     """Key of the benchmark's truths that it computes; None: nothing to compare."""
+    fresh_inputs: bool = False
+    """Whether it overwrites its inputs: each call then gets a copy, made outside the measurement."""
+    compiles: bool = False
+    """Whether its first call on a new shape compiles: that call is then not timed."""
     wide_accumulator: bool = False
     """Whether a 16-bit dW is accumulated in a float32 [V, D], which counts as dW and not as extra memory."""
+
+    def measure(self, problem: Problem) -> tuple[Sample, dict[str, Tensor]]:
+        if self.fresh_inputs:
+            problem = problem.first(len(problem))
+        return measure(lambda: self.run(problem), problem.device)
 
 
 @dataclass
@@ -124,6 +135,7 @@ class Benchmark:
     title: str
     needs: tuple[str, ...]
     cases: dict[str, tuple[str, ...]]
+    """By device type; `smoke` is the tiny one."""
     problem: Callable[[Case, torch.device], Problem]
     rows: Callable[[Case, torch.device, Arguments], list[Row]]
     truths: Callable[[Problem], dict[str, dict[str, Tensor]]]
@@ -137,7 +149,7 @@ class Benchmark:
 
 def relative_error(value: Tensor, truth: Tensor, scale: Tensor | None = None) -> float:
     """|value - truth| / |truth| in the 2-norm, in blocks: a float64 copy of dW would be 1.2 GB."""
-    value, truth = value.reshape(-1), truth.reshape(-1)
+    value, truth = value.detach().reshape(-1), truth.detach().reshape(-1)
     difference = total = 0.0
     for part in range(0, len(truth), 1 << 20):
         block = truth[part : part + (1 << 20)]
@@ -156,15 +168,14 @@ def check(rows: list[Row], results: list[RowResult], benchmark: Benchmark, case:
     count = min(len(problem), CHECK_TOKENS)
     small = problem.first(count)
     truths = benchmark.truths(small.double())
-    device, estimate, eager = small.targets.device if small.targets is not None else None, 0.0, {}
-    device = device or next(iter(small.inputs.values())).device
+    estimate, eager = 0.0, {}
     for i, row in sorted(enumerate(rows), key=lambda pair: pair[1].name != "eager"):
         if row.missing:
             continue
         report.say(f"{benchmark.name} {case}: checking {row.name}")
         try:
-            sample, outputs = measure(lambda row=row: row.run(small), device)
-        except Exception as error:
+            sample, outputs = row.measure(small)
+        except (RuntimeError, ImportError) as error:  # out of memory, no compiler, a broken installation
             if row.kind != "baseline" or row.name == "eager":
                 raise
             small.gradients()
@@ -196,15 +207,15 @@ def time_rounds(
     runnable = [i for i, row in enumerate(rows) if not row.missing]
     samples: list[list[Sample]] = [[] for _ in rows]
     start, done, most = time.perf_counter(), 0, rounds or MAX_ROUNDS[device.type]
-    if device.type == "cuda":  # allocator and clocks; on a CPU the correctness pass has warmed up
-        for i in runnable:
-            rows[i].run(problem)
+    for i in runnable:  # on a CPU the correctness pass was the warm-up; a GPU's allocator and clocks need the full size
+        if device.type == "cuda" or rows[i].compiles:
+            rows[i].measure(problem)
     begin = time.perf_counter()
     while done < most:
         for i in (runnable[(done + k) % len(runnable)] for k in range(len(runnable))):
             left = report.remaining(start, seconds, done, rounds)
             report.say(f"{label}: round {done + 1}{f'/{rounds}' if rounds else ''}, {rows[i].name}, {left}")
-            samples[i].append(measure(lambda i=i: rows[i].run(problem), device)[0])
+            samples[i].append(rows[i].measure(problem)[0])
         done += 1
         each = (time.perf_counter() - begin) / done
         if rounds is None and time.perf_counter() - start + each > seconds:
@@ -272,7 +283,10 @@ def run_benchmark(benchmark: Benchmark, args: Arguments, device: torch.device, s
     """
     about = environment(device)
     deadline = time.perf_counter() + seconds
-    cases = [Case.parse(text, benchmark.needs) for text in args.cases or benchmark.cases[device.type]]
+    cases = [
+        Case.parse(text, benchmark.needs)
+        for text in args.cases or benchmark.cases["smoke" if args.smoke else device.type]
+    ]
     print(report.heading(benchmark.title, about), flush=True)
     done: dict[Case, dict[str, Any]] = {}
     for i, case in enumerate(sorted(cases, key=lambda case: case.N * max(case.D, 1) * max(case.V, 1))):
@@ -295,6 +309,8 @@ def prepare(args: Arguments) -> torch.device:
             raise UsageError(f"--{name} {value}: must be at least {low} and below a million")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: its folder does not exist")
+    if args.smoke and args.cases:
+        raise UsageError("--smoke: has cases of its own; leave out --cases")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this PyTorch sees no CUDA device")
     if args.threads:
@@ -311,6 +327,8 @@ def main(benchmarks: Sequence[Benchmark], argv: list[str], shares: Sequence[floa
     try:
         args = tyro_cli(Arguments, argv, prog=Path(sys.argv[0]).name, description=benchmarks[0].title)
         device = prepare(args)
+        if args.smoke:
+            args = dataclasses.replace(args, rounds=args.rounds or 1)
         for benchmark in benchmarks:
             for text in args.cases:
                 Case.parse(text, benchmark.needs)
@@ -323,5 +341,4 @@ def main(benchmarks: Sequence[Benchmark], argv: list[str], shares: Sequence[floa
         report.fail(f"wrong result: {error}", 1)
     except KeyboardInterrupt:
         report.fail("interrupted", 130)
-    document = documents[0] if len(documents) == 1 else {"benchmark": "all", "benchmarks": documents}
-    report.emit(document, args.json)
+    report.emit({"benchmarks": documents}, args.json)

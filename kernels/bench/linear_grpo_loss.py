@@ -23,6 +23,7 @@ Memory: the bare row writes the logits to a buffer that exists, every other row 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import baselines
 import harness
@@ -35,6 +36,7 @@ from grpo_kernels import OPS, linear_grpo_loss, reference, why_not
 
 CASES = {
     "cpu": ("N=1024,D=1024,V=151936,fp32", "N=1024,D=256,V=32768,fp32", "N=1024,D=1024,V=151936,bf16"),
+    "smoke": ("N=256,D=32,V=1000,fp32",),
     "cuda": ("N=8192,D=2048,V=151936,bf16", "N=8192,D=1024,V=151936,bf16", "N=4096,D=4096,V=128256,bf16"),
 }
 # At most this many times the bare GEMMs, in the CPU's cases, and this much memory beyond dX and dW.
@@ -42,7 +44,7 @@ CPU_RATIO = {("fp32", 1024, 151936): 1.15, ("fp32", 256, 32768): 1.2, ("bf16", 1
 CPU_EXTRA_MB = 85
 
 
-def bare_gemms(case: Case, device: torch.device, gemms: int = 3) -> Row:
+def bare_gemms(gemms: int = 3) -> Row:
     """The floor: `gemms` is 3, or 1 for an op without gradients. Results are allocated anew, as in every other row."""
     logits: dict[int, Tensor] = {}
 
@@ -67,22 +69,23 @@ def ours(impl: str, device: torch.device) -> Row:
     return Row(f"ours {impl}", run, missing=missing, kind="ours", wide_accumulator=True)
 
 
+def with_loss(loss_of: Callable[..., Tensor]) -> Callable[[Problem], dict[str, Tensor]]:
+    """A row's `run` from a function of hidden, weight, targets and tokens."""
+
+    def run(problem: Problem) -> dict[str, Tensor]:
+        loss = loss_of(problem.inputs["hidden"], problem.inputs["weight"], problem.targets, problem.tokens)
+        return baselines.backward(loss, problem)
+
+    return run
+
+
 def rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
-    compiled_loss = torch.compile(baselines.eager_loss, dynamic=False)
-
-    def with_loss(loss_of):
-        def run(problem: Problem) -> dict[str, Tensor]:
-            loss = loss_of(problem.inputs["hidden"], problem.inputs["weight"], problem.targets, problem.tokens)
-            return baselines.backward(loss, problem)
-
-        return run
-
     return [
-        bare_gemms(case, device),
+        bare_gemms(),
         Row("eager", with_loss(baselines.eager_loss)),
-        baselines.compiled("torch.compile", with_loss(compiled_loss), device, args),
-        baselines.trl_row(baselines.trl_loss, ", then grpo.loss.grpo_loss"),
-        *baselines.liger_rows(case, device, args),
+        baselines.compiled(with_loss, baselines.eager_loss, device, args),
+        baselines.trl_row(with_loss(baselines.trl_loss), ", then grpo.loss.grpo_loss"),
+        *baselines.liger_rows(device, args),
         baselines.cross_entropy_row(device),
         *(ours(impl, device) for impl in OPS["linear_grpo_loss"] if impl != "reference"),
     ]
@@ -122,7 +125,8 @@ def goals(case: Case, results: dict[str, RowResult]) -> list[Goal]:
         if name.startswith("ours") and eager:
             for gradient in ("d_hidden", "d_weight"):
                 ratio = result.errors[gradient] / max(eager.errors[gradient], 1e-300)
-                found.append(Goal(f"{name} / eager, error of {gradient}", 1, ratio, ratio <= 1))
+                # In 16 bits nearly all of the error is that of the logits' rounding, which is eager's as well.
+                found.append(Goal(f"{name} / eager, error of {gradient}", 1.01, ratio, ratio <= 1.01))
     return found
 
 

@@ -68,6 +68,10 @@ class Problem:
         return len(next(iter(self.tokens.values())))
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.inputs.values())).device
+
+    @property
     def episode_tokens(self) -> int:
         """Length of each episode: the tokens are [B, T] flattened."""
         return EPISODE_TOKENS if len(self) % EPISODE_TOKENS == 0 else len(self)
@@ -144,17 +148,14 @@ def token_values(logprobs: Tensor, **random) -> dict[str, Tensor]:
 
 
 def logits_problem(case: Case, device: torch.device) -> Problem:
-    """logits [N, V] with a lifted target, and an upstream gradient of the log-probs and of the entropy."""
+    """logits [N, V] with a lifted target, and an upstream gradient of the log-probs."""
     random = dict(generator=_generator(device), device=device)
     logits = LOGIT_SPREAD * torch.randn(case.N, case.V, **random)
     targets = torch.randint(case.V, (case.N,), **random)
     lift = math.log(case.V) + LOGIT_SPREAD**2 / 2 + 2 * torch.randn(case.N, 1, **random)
     logits.scatter_add_(1, targets[:, None], lift)
-    return Problem({"logits": _leaf(logits.to(case.torch_dtype))}, targets, upstream(case.N, **random))
-
-
-def upstream(num_tokens: int, **random) -> dict[str, Tensor]:
-    return {"grad_logprobs": torch.randn(num_tokens, **random) / num_tokens}
+    upstream = torch.randn(case.N, **random) / case.N
+    return Problem({"logits": _leaf(logits.to(case.torch_dtype))}, targets, {"grad_logprobs": upstream})
 
 
 def token_problem(case: Case, device: torch.device) -> Problem:
