@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
-from tests import toy
-
+# Read when a kernel is defined, Triton's own (tl.sum, tl.sigmoid) included: set before anything imports triton, and
+# transformers does.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests import toy  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -80,18 +80,18 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, impl):
         ctx.set_materialize_grads(False)  # without a gradient of the entropy its half of the work is skipped
         stats = _score(impl, hidden, weight, targets, temperature)
-        ctx.save_for_backward(hidden, weight, targets, *stats)
+        ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = temperature, impl
         return stats.logprobs, stats.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets, *stats = ctx.saved_tensors
-        stats, (temperature, impl) = torch_rows.RowStats(*stats), ctx.settings
+        hidden, weight, targets = ctx.saved_tensors
+        temperature, impl = ctx.settings
         rows = rows_backend(impl)
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(stats.logprobs)
+            grad_logprobs = torch.zeros_like(grad_entropy)
         # Scaled by a power of two so that float16 gradients of the logits do not underflow; see op 1.
         upstream = [grad_logprobs] if grad_entropy is None else [grad_logprobs, grad_entropy]
         largest = torch.cat([g.abs() for g in upstream] + [grad_logprobs.new_full((1,), 1e-30)]).amax()
@@ -99,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
         grads = [g / scale for g in upstream]
         idle = torch.stack([g == 0 for g in grads]).all(0)[:, None]  # [N, 1]
 
-        compute_weight, wide = weight.to(hidden.dtype), stats.logprobs.dtype
+        compute_weight, wide = weight.to(hidden.dtype), grad_logprobs.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=wide) if needs_weight else None
@@ -109,7 +109,9 @@ class _LinearLogprob(torch.autograd.Function):
         for part in chunking.chunks(len(hidden), max(1, len(buffer))):
             inputs = torch.where(idle[part], 0, hidden[part])
             logits = torch.mm(inputs, compute_weight.T, out=buffer[: len(inputs)])
-            of_chunk = torch_rows.RowStats(*(field[part] for field in stats))
+            # Not the statistics of the forward pass: its logits were rounded elsewhere (a GEMM of another shape, or
+            # never to 16 bits), and in a peaked row the difference is as large as the gradient.
+            of_chunk = rows.logprob_rows(logits, targets[part], temperature)
             rows.logprob_rows_backward_(
                 logits, targets[part], of_chunk, *(g[part] for g in grads), temperature=temperature
             )
