@@ -2,9 +2,30 @@
 
 Packages are named one by one: `kernels/` is a plain folder (Hugging Face's `kernels` library has that name), and an
 automatic search would take it, the tests and run folders along.
+
+The CUDA row kernel is optional: it is built where torch is a CUDA build and nvcc is found, and an installation without
+either goes on and says so in one line. pip builds in isolation, without torch, so ask for it with
+`pip install --no-build-isolation -e .`, or build it alone with `python kernels/csrc/build.py`.
 """
 
+import importlib.util
+from pathlib import Path
+
 from setuptools import setup
+from setuptools.command.build_py import build_py
+
+spec = importlib.util.spec_from_file_location("csrc_build", Path(__file__).parent / "kernels" / "csrc" / "build.py")
+csrc_build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(csrc_build)
+
+
+class BuildWithKernel(build_py):
+    """Before the packages' files are collected, so that a library built here is one of them."""
+
+    def run(self):
+        print(csrc_build.build_if_possible())
+        super().run()
+
 
 setup(
     name="clarify-grpo",
@@ -15,7 +36,12 @@ setup(
     packages=["grpo", "grpo.engines", "grpo.tiny", "grpo_kernels", "env", "scenarios"],
     package_dir={"grpo_kernels": "kernels/grpo_kernels"},
     py_modules=["train", "eval"],
-    package_data={"grpo.tiny": ["*.json", "*.safetensors", "*.jinja"], "scenarios": ["*.json"]},
+    cmdclass={"build_py": BuildWithKernel},
+    package_data={
+        "grpo_kernels": ["*.so"],
+        "grpo.tiny": ["*.json", "*.safetensors", "*.jinja"],
+        "scenarios": ["*.json"],
+    },
     install_requires=[
         "torch>=2.11",
         # The range that vLLM 0.32 accepts.
@@ -33,5 +59,7 @@ setup(
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
+        # Only for the baselines of kernels/bench, which were written for these versions.
+        "bench": ["trl==1.16.*", "accelerate", "datasets", "liger-kernel==0.8.5"],
     },
 )

@@ -170,14 +170,15 @@ template <class T, int THREADS, int R>
 GRPO_HD Statistics read_row(const Row<T>& row, int thread, Vec16 (&held)[R], Vec16* shared, float scale) {
   const int beyond = row.vectors - R * THREADS;  // vectors in shared memory and streamed
   const Vec16* rest = row.body + R * THREADS;
-  int v = thread;
-  for (; v < row.shared; v += THREADS) copy_async(shared + v, rest + v);
   GRPO_UNROLL
   for (int r = 0; r < R; ++r) {
     // A vector beyond the row is -inf, which adds nothing: no branch in the arithmetic.
     const int index = r * THREADS + thread;
     held[r] = index < row.vectors ? load_vector(row.body + index) : minus_infinity_vector<T>();
   }
+  // After the loads into registers, whose statistics come first: memory answers roughly in order.
+  int v = thread;
+  for (; v < row.shared; v += THREADS) copy_async(shared + v, rest + v);
   Statistics part = no_statistics();
   GRPO_UNROLL
   for (int r = 0; r < R; ++r) push_vector<T>(part, held[r], scale);
