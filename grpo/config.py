@@ -108,7 +108,9 @@ class OptimConfig:
     num_iterations: int = 1
     """Optimiser steps per rollout batch; > 1 freezes the old log-probs once."""
     microbatch_tokens: int = 8192
-    """Padded tokens per microbatch; gradients do not depend on it. Small ones pad less, large ones fill a GPU."""
+    """Unique tokens per microbatch (padded ones without packing); gradients do not depend on it."""
+    packing: Literal["auto", "padded"] = "auto"
+    """auto: unique tokens in one row (prompts once per group) where the model can, else padded rows."""
 
 
 @dataclass(frozen=True)

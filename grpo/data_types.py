@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from env.clarify import EpisodeRecord, StopReason
+from grpo.tree_attention import TreeLayout
 from scenarios.schema import Scenario
 
 
@@ -92,25 +93,31 @@ class Group:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One microbatch: B padded rows, and the N positions in them that predict a trained token.
+    """One microbatch: the unique tokens of some episodes, and the N positions in them that predict a trained token.
 
-    Example: the episode of `Episode` alone gives B=1, T=18, N=5::
+    Packed, the usual form: one row of segments (`grpo.tree_attention`). Example: the episode of `Episode` and a second
+    member that samples [6, 151645] after the same prompt give T = 3 + 14 + 1, as a last token predicts nothing::
 
-        predict_cols   [2, 3, 4, 15, 16]       column whose hidden state predicts the target
-        targets        [5, 6, 151645, 7, 151645] = input_ids[0, predict_cols + 1]
-        episode_index  [0, 0, 0, 0, 0]         advantages[episode_index] gives each token its episode's
+        input_ids      [[1, 2, 3, 5, 6, ..., 13, 7, 6]]       segments (3, -1), (14, 0), (1, 0)
+        predict_cols   [2, 3, 4, 15, 16, 2, 17]               the prompt's last token predicts both first tokens
+        targets        [5, 6, 151645, 7, 151645, 6, 151645]
+        episode_index  [0, 0, 0, 0, 0, 1, 1]                  advantages[episode_index] gives each token its episode's
+
+    Padded, for models that cannot take that: B rows, padded on the right; `layout` is None.
 
     Only hidden states at (predict_rows, predict_cols) reach the LM head.
     """
 
-    input_ids: torch.Tensor  # [B, T] int64, right-padded; attention is causal, so no real token sees padding
+    input_ids: torch.Tensor  # [B, T] int64; B = 1 when packed
+    position_ids: torch.Tensor  # [B, T] int64
     predict_rows: torch.Tensor  # [N] int64
     predict_cols: torch.Tensor  # [N] int64
     targets: torch.Tensor  # [N] int64
     episode_index: torch.Tensor  # [N] int64, the episode's index in the whole step, ascending
     sampler_logprobs: torch.Tensor  # [N] float32
     token_weights: torch.Tensor  # [N] float32, the normaliser of the whole optimiser step folded in
-    rows: tuple[int, ...]  # the episode index of each row
+    episodes: tuple[int, ...]  # indices of the episodes in it, ascending
+    layout: TreeLayout | None = None
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""

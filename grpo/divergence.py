@@ -14,7 +14,7 @@ import torch
 import tyro
 
 from grpo.advantages import token_weights
-from grpo.batching import make_microbatches
+from grpo.batching import Packing, make_microbatches
 from grpo.config import Config, tyro_cli
 from grpo.console import run_entry
 from grpo.head import score
@@ -55,7 +55,7 @@ def divergence(model: str, base: str, limit: int) -> float:
     episodes = [group.episodes[0] for group in groups]
     weights = token_weights([e.num_trained for e in episodes], "bnpo", 1, [True] * len(episodes))
     total = 0.0
-    for batch in make_microbatches(episodes, weights, max_tokens=4096):
+    for batch in make_microbatches(episodes, weights, max_tokens=4096, packing=Packing(packed=False)):
         batch = batch.to(trained.device)
         logprobs, ref_logprobs = (score(policy, batch)[0] for policy in (trained, reference))
         k3 = kl_divergence(logprobs, ref_logprobs, "k3", torch.ones_like(logprobs))

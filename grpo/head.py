@@ -79,6 +79,7 @@ def policy_loss(
     config: LossConfig,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    at_reference: bool = False,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """`grpo.loss.grpo_loss` of a microbatch, from its tokens.
@@ -87,13 +88,14 @@ def policy_loss(
         advantages: [N], one per trained token.
         old_logprobs: [N], or None for the policy's own, detached: every ratio is 1.
         ref_logprobs: [N] or None.
+        at_reference: the policy still is its reference, so that its own log-probs stand for `ref_logprobs`. The KL and
+            its gradient are then 0 (`moves_at_reference` names the estimator for which that is not so).
     Returns:
         the loss, a differentiable scalar; the metrics of `grpo_loss`; the policy's log-probs [N], detached.
     """
     named = dict(
         advantages=advantages,
         token_weights=batch.token_weights,
-        ref_logprobs=ref_logprobs,
         sampler_logprobs=batch.sampler_logprobs,
         config=config,
     )
@@ -102,8 +104,9 @@ def policy_loss(
         impl = implementation(policy, "linear_grpo_loss")
         hidden, weight = head_inputs(policy, batch)
         fused_loss, tokens = linear_grpo_loss(
-            hidden, weight, batch.targets, old_logprobs=old_logprobs, temperature=temperature, impl=impl, **named
-        )
+            hidden, weight, batch.targets, temperature=temperature, impl=impl,
+            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, **named,
+        )  # fmt: skip
         policy_logprobs, entropy = tokens.logprobs, tokens.entropy
     else:
         policy_logprobs, entropy = token_logprobs(policy, batch, temperature)
@@ -111,8 +114,14 @@ def policy_loss(
     loss, metrics = grpo_loss(
         policy_logprobs=policy_logprobs,
         old_logprobs=policy_logprobs.detach() if old_logprobs is None else old_logprobs,
+        ref_logprobs=policy_logprobs.detach() if at_reference else ref_logprobs,
         entropy=entropy,
         episode_index=batch.episode_index,
         **named,
     )
     return fused_loss if fused else loss, metrics, policy_logprobs.detach()
+
+
+def moves_at_reference(config: LossConfig) -> bool:
+    """Does the KL term move a policy that equals its reference? Only k1's does: its gradient is 1 everywhere."""
+    return config.kl_estimator == "k1" and config.kl_in == "loss"

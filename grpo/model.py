@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from grpo import tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
 
@@ -148,12 +149,78 @@ def decoder(model: Any) -> torch.nn.Module:
 def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
     """Last hidden states at the batch's predicting positions: [N, D].
 
-    No attention mask is passed: rows are padded on the right and attention is causal, so padding is never seen, and
-    without a mask the attention kernel skips the upper triangle instead of computing and discarding it.
+    A packed batch needs `enable_packing` first, else RuntimeError. A padded one passes no attention mask: its rows are padded on the right
+    and attention is causal, so padding is never seen, and without a mask the attention kernel skips the upper triangle.
     Gradient checkpointing acts in training mode only; dropout is off, so the mode changes nothing else.
     """
+    options: dict[str, Any] = {}
+    if batch.layout is not None:
+        if policy.model.config.get_text_config()._attn_implementation != tree_attention.ATTENTION_NAME:
+            raise RuntimeError("a packed batch, but the model has no tree attention: call enable_packing first")
+        # transformers takes a 4-D mask as it is, and so builds none of its own; tree attention does not look at it.
+        options = {"tree_layout": batch.layout, "attention_mask": batch.input_ids.new_zeros(1, 1, 1, 1)}
     policy.model.train(torch.is_grad_enabled())
     with policy.autocast():
-        hidden = decoder(policy.model)(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # [B, T, D]
+        output = decoder(policy.model)(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options
+        )
     policy.model.eval()
-    return hidden[batch.predict_rows, batch.predict_cols]  # [N, D]
+    return output.last_hidden_state[batch.predict_rows, batch.predict_cols]  # [N, D]
+
+
+def enable_packing(policy: Policy, max_context: int) -> str | None:
+    """Give the model tree attention. Returns None, or why it cannot have it; the model is unchanged then.
+
+    Args:
+        max_context: longest conversation in tokens.
+    """
+    config = policy.model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    name = type(policy.model).__name__
+    strange = kinds - {"full_attention", "sliding_attention"}
+    if strange or getattr(policy.model, "_is_stateful", False):
+        return f"{name} has layers that are not full attention ({', '.join(sorted(strange)) or 'state'})"
+    if window is not None and window < max_context:
+        return f"{name} attends over a window of {window} tokens, an episode may have {max_context}"
+    try:
+        reason = _try_packing(policy)
+    except (UsageError, TypeError, AttributeError, RuntimeError) as error:
+        reason = one_line(error)
+    return f"{name}: {reason}" if reason else None
+
+
+@torch.no_grad()
+def _try_packing(policy: Policy) -> str | None:
+    """Two branches behind one prompt, one by one with the model's own attention and then packed with tree attention:
+    the same hidden states, or the model keeps its own."""
+    config = policy.model.config.get_text_config()
+    prompt, *branches = (
+        [(7 * i + k) % config.vocab_size for i in range(length)] for k, length in ((3, 5), (1, 4), (2, 6))
+    )
+
+    def hidden(ids: list[int], positions: torch.Tensor, **options: Any) -> torch.Tensor:
+        with policy.autocast():
+            output = decoder(policy.model)(
+                input_ids=torch.tensor([ids], device=policy.device),
+                position_ids=positions[None].to(policy.device),
+                use_cache=False,
+                **options,
+            )
+        return output.last_hidden_state[0].float()
+
+    alone = [hidden(prompt + branch, torch.arange(len(prompt + branch)))[len(prompt) :] for branch in branches]
+    segment = tree_attention.Segment
+    layout = tree_attention.TreeLayout([segment(len(prompt), -1), *(segment(len(branch), 0) for branch in branches)])
+    before, config._attn_implementation = config._attn_implementation, tree_attention.ATTENTION_NAME
+    accepted = False
+    try:
+        dummy = torch.zeros(1, 1, 1, 1, device=policy.device)
+        ids = prompt + branches[0] + branches[1]
+        packed = hidden(ids, layout.positions(), tree_layout=layout, attention_mask=dummy)[len(prompt) :]
+        difference = (packed - torch.cat(alone)).abs().max() / torch.cat(alone).abs().max()
+        accepted = bool(difference < (1e-4 if policy.dtype == torch.float32 else 0.1))
+    finally:
+        if not accepted:
+            config._attn_implementation = before
+    return None if accepted else "gives other hidden states packed than alone"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from grpo.config import ModelConfig
-from grpo.data_types import TokenBatch
+from grpo.batching import Packing, make_microbatches
+from grpo.config import ModelConfig, UsageError
+from grpo.data_types import Episode, TokenBatch
 from grpo.head import score
-from grpo.model import load_policy
+from grpo.model import enable_packing, hidden_states, load_policy
+from grpo.tree_attention import Segment, TreeLayout
 
 
 class Reference:
@@ -17,12 +20,66 @@ class Reference:
 
     It is always loaded from there, also on resume: the checkpoint holds the moved policy, and a reference taken from
     it would make the KL start again at 0.
+
+    Being frozen, it computes little twice: keys and values of the prefix that all prompts share once per run, a group's
+    prompt once per rollout batch, equal episodes of a rollout batch once.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, packing: Packing, max_context: int):
         self.policy = load_policy(config)
         self.policy.model.requires_grad_(False)
+        self.packing = packing
+        if packing.packed:
+            reason = enable_packing(self.policy, max_context)
+            if reason:
+                raise UsageError(f"--packing auto: the policy can be packed but its reference cannot: {reason}")
+        self._prefix: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # per layer, [1, H_kv, P, d]
 
-    def logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
-        """One [N] float32 tensor per microbatch. Computed once per rollout batch, whatever `num_iterations`."""
-        return [score(self.policy, batch, temperature)[0] for batch in batches]
+    def logprobs(self, episodes: Sequence[Episode], temperature: float, max_tokens: int) -> list[torch.Tensor]:
+        """Log-probs of each episode's trained tokens, [num_trained] float32. Once per rollout batch, whatever
+        `num_iterations`. Memory is bounded by `max_tokens` unique tokens a forward."""
+        first: dict[tuple, int] = {}  # content -> the episode that is computed for it
+        for i, episode in enumerate(episodes):
+            if episode.num_trained:
+                first.setdefault((episode.prompt_ids, episode.completion_ids, episode.loss_mask), i)
+        weights = [0.0] * len(episodes)
+        for i in first.values():
+            weights[i] = 1.0
+        found: dict[int, torch.Tensor] = {}
+        for batch in make_microbatches(episodes, weights, max_tokens=max_tokens, packing=self.packing):
+            batch = self._without_prefix(batch).to(self.policy.device)
+            counts = [episodes[i].num_trained for i in batch.episodes]
+            found.update(zip(batch.episodes, score(self.policy, batch, temperature)[0].split(counts)))
+        empty = torch.empty(0, device=self.policy.device)
+        return [found[first[e.prompt_ids, e.completion_ids, e.loss_mask]] if e.num_trained else empty for e in episodes]
+
+    def _without_prefix(self, batch: TokenBatch) -> TokenBatch:
+        """The batch behind the cached keys and values of the common prefix, where it begins with that."""
+        length = len(self.packing.prefix)
+        if batch.layout is None or not length or batch.layout.segments[0] != Segment(length, -1):
+            return batch
+        if tuple(batch.input_ids[0, :length].tolist()) != self.packing.prefix or int(batch.predict_cols.min()) < length:
+            return batch
+        if not self._prefix:
+            self._prefix = self._record_prefix(batch)
+        # Children of the prefix become roots; everybody else's parent moves down by one.
+        segments = [Segment(s.length, s.parent - 1) for s in batch.layout.segments[1:]]
+        layout = TreeLayout(segments, prefix=self._prefix, prefix_length=length)
+        return dataclasses.replace(
+            batch,
+            input_ids=batch.input_ids[:, length:],
+            position_ids=batch.position_ids[:, length:],
+            predict_cols=batch.predict_cols - length,
+            layout=layout,
+        )
+
+    @torch.no_grad()
+    def _record_prefix(self, batch: TokenBatch) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        length = len(self.packing.prefix)
+        layout = TreeLayout([Segment(length, -1)], record=True)
+        alone = dataclasses.replace(
+            batch, input_ids=batch.input_ids[:, :length], position_ids=batch.position_ids[:, :length], layout=layout
+        ).to(self.policy.device)
+        hidden_states(self.policy, dataclasses.replace(alone, predict_rows=alone.predict_rows[:0],
+                                                       predict_cols=alone.predict_cols[:0]))  # fmt: skip
+        return layout.prefix

@@ -14,12 +14,13 @@ import torch
 
 from env.prompts import TOOLS, first_messages
 from grpo import checkpoint, compare, config, console, evaluate, plots, run_folder
+from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
 from grpo.engines.torch_engine import TorchEngine
 from grpo.head import describe
 from grpo.metrics import LogHistory, step_metrics, write_completions
-from grpo.model import Policy, fingerprint, load_policy, one_line
+from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
 from grpo.sampling import SamplingConfig
 from grpo.trainer import Trainer
@@ -56,9 +57,10 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     policy = load_policy(settings.model)
     kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
     chat = make_chat(policy)
-    reference = Reference(settings.model) if settings.loss.beta > 0 else None
     engine = make_engine(settings, policy, chat, held_out(None))
-    trainer = Trainer(settings, policy, engine, chat, reference)
+    packing = make_packing(settings, policy, chat, engine.max_context)
+    reference = Reference(settings.model, packing, engine.max_context) if settings.loss.beta > 0 else None
+    trainer = Trainer(settings, policy, engine, chat, reference, packing)
     base = fingerprint(policy)
     if resumed:
         run_folder.check_base(folder, base)
@@ -66,7 +68,9 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     else:
         done = 0
         run_folder.create(folder, settings, base)
-    console.print_header(header(settings, policy, reference, kernels, folder, done), title="GRPO: ask before you act")
+    console.print_header(
+        header(settings, policy, reference, kernels, packing, folder, done), title="GRPO: ask before you act"
+    )
 
     before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     history = LogHistory(folder / "log_history.json")
@@ -156,6 +160,17 @@ def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: S
     )
 
 
+def make_packing(settings: Config, policy: Policy, chat: ChatTokens, max_context: int) -> Packing:
+    """How this policy's tokens are laid out; switches its model to tree attention where that works."""
+    if settings.optim.packing == "padded":
+        return Packing(packed=False, reason="asked for")
+    reason = enable_packing(policy, max_context)
+    if reason:
+        return Packing(packed=False, reason=reason)
+    prompts = [chat.first_prompt(first_messages(scenario)) for scenario in held_out(None)]
+    return Packing(prefix=common_prefix(prompts))
+
+
 def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict[str, Any] | None:
     """Evaluate the policy as it is and write `path`; a resumed run reads what is there already."""
     if settings.eval.eval_limit == 0:
@@ -190,7 +205,13 @@ def save_final(policy: Policy, folder: Path) -> None:
 
 
 def header(
-    settings: Config, policy: Policy, reference: Reference | None, kernels: str, folder: Path, done: int
+    settings: Config,
+    policy: Policy,
+    reference: Reference | None,
+    kernels: str,
+    packing: Packing,
+    folder: Path,
+    done: int,
 ) -> dict[str, str]:
     """What is about to run, for the panel at the start."""
     rollout, optim = settings.rollout, settings.optim
@@ -204,6 +225,9 @@ def header(
         "engine": "torch, in process, on the policy's own weights",
         "loss": f"{loss.loss_type} by {kernels}",
         "reference": anchor if reference else "none (beta 0)",
+        "tokens": f"packed: each unique token once, {len(packing.prefix)} of them in every prompt"
+        if packing.packed
+        else f"padded rows ({packing.reason})",
         "a step": f"{rollout.prompts_per_step} scenarios x {rollout.num_generations} episodes, "
         f"{optim.num_iterations} update(s), up to {rollout.max_completion_len} tokens an episode",
         "steps": f"{optim.num_steps}" + (f", {done} done" if done else ""),

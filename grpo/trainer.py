@@ -11,12 +11,12 @@ import torch
 from env.clarify import EpisodeRecord
 from env.rubrics import reward
 from grpo import advantages as adv
-from grpo.batching import make_microbatches
+from grpo.batching import Packing, make_microbatches
 from grpo.chat import ChatTokens
 from grpo.config import Config
-from grpo.data_types import Group, TokenBatch
+from grpo.data_types import Episode, Group, TokenBatch
 from grpo.engines import Engine
-from grpo.head import policy_loss, score
+from grpo.head import moves_at_reference, policy_loss, score
 from grpo.loss import kl_reward_penalty
 from grpo.model import Policy
 from grpo.reference import Reference
@@ -56,10 +56,19 @@ class Trainer:
     learning rate are functions of (config, i). That is what makes a resumed run repeat an uninterrupted one.
     """
 
-    def __init__(self, config: Config, policy: Policy, engine: Engine, chat: ChatTokens, reference: Reference | None):
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        engine: Engine,
+        chat: ChatTokens,
+        reference: Reference | None,
+        packing: Packing,
+    ):
         if (config.loss.beta > 0) != (reference is not None):
             raise ValueError(f"beta is {config.loss.beta} but reference is {reference}")
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
+        self.packing = packing
         self.optimizer = make_optimizer(policy, config)
 
     def step(self, step: int) -> StepResult:
@@ -74,15 +83,14 @@ class Trainer:
         weights = adv.token_weights(
             [e.num_trained for e in episodes], config.loss.loss_type, config.rollout.max_completion_len, kept
         )
-        batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens)
+        batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens, packing=self.packing)
         batches = [batch.to(self.policy.device) for batch in batches]
-        ref_logprobs: Sequence[torch.Tensor | None] = [None] * len(batches)
-        if self.reference is not None:
-            ref_logprobs = self.reference.logprobs(batches, config.rollout.temperature)
-            watch.lap("reference")
+        watch.lap("update")
+        ref_logprobs = self.reference_logprobs(episodes, weights, batches)
+        watch.lap("reference")
 
         rewards = [group.rewards for group in groups]
-        if config.loss.kl_in == "reward":
+        if config.loss.kl_in == "reward" and not self.at_reference:  # there the penalty is 0
             rewards = self.anchor_rewards(rewards, batches, ref_logprobs)
         advantages = adv.group_advantages(rewards, config.loss.scale_rewards)
         losses = self.update(step, batches, ref_logprobs, torch.tensor([a for group in advantages for a in group]))
@@ -119,6 +127,25 @@ class Trainer:
         """Training reward: the rubric's score, less the documented shaping."""
         return reward(record, self.config.eval.rubric, self.config.eval.no_plan_penalty)
 
+    @property
+    def at_reference(self) -> bool:
+        """True as long as no update has moved the policy away from its reference."""
+        return self.reference is not None and not self.optimizer.state
+
+    def reference_logprobs(
+        self, episodes: Sequence[Episode], weights: Sequence[float], batches: Sequence[TokenBatch]
+    ) -> list[torch.Tensor | None]:
+        """[N] of each microbatch; None where there is no reference or the policy's own log-probs stand for it."""
+        config = self.config
+        if self.reference is None or (self.at_reference and not moves_at_reference(config.loss)):
+            return [None] * len(batches)
+        trained = [i for i, weight in enumerate(weights) if weight > 0]
+        found = self.reference.logprobs(
+            [episodes[i] for i in trained], config.rollout.temperature, config.optim.microbatch_tokens
+        )
+        by_episode = dict(zip(trained, found))
+        return [torch.cat([by_episode[i] for i in batch.episodes]) for batch in batches]
+
     def anchor_rewards(
         self,
         rewards: list[list[float | None]],
@@ -151,6 +178,7 @@ class Trainer:
         config = self.config
         advantages = advantages.to(self.policy.device, torch.float32)
         old_logprobs: list[torch.Tensor] = []
+        ref_logprobs, at_reference = list(ref_logprobs), self.at_reference
         lr = learning_rate(step, config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -167,10 +195,13 @@ class Trainer:
                     config=config.loss,
                     old_logprobs=old_logprobs[k] if k < len(old_logprobs) else None,
                     ref_logprobs=ref_logprobs[k],
+                    at_reference=at_reference and ref_logprobs[k] is None,
                     temperature=config.rollout.temperature,
                 )
                 if k == len(old_logprobs):
                     old_logprobs.append(policy_logprobs)
+                    if at_reference and ref_logprobs[k] is None:
+                        ref_logprobs[k] = policy_logprobs
                 loss.backward()
                 step_loss += loss.detach()
                 step_metrics.append(metrics)

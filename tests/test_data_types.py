@@ -57,8 +57,11 @@ def test_group(episode):
 
 
 def test_token_batch(episode):
-    (batch,) = make_microbatches([episode], [1.0], max_tokens=100)
-    assert tuple(batch.input_ids.shape) == (1, 18) and len(batch.targets) == 5
+    second = dataclasses.replace(
+        episode, completion_ids=(6, 151645), loss_mask=(1, 1), sampler_logprobs=(-1.0, -1.0), member=1
+    )
+    (batch,) = make_microbatches([episode, second], [1.0, 1.0], max_tokens=100)
+    assert tuple(batch.input_ids.shape) == (1, 18) and len(batch.targets) == 7
     for name in ("predict_cols", "targets", "episode_index"):
         assert tuple(getattr(batch, name).tolist()) == numbers(TokenBatch, name)
 

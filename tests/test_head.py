@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import head
-from grpo.batching import make_microbatches
+from grpo.batching import Packing, make_microbatches
 from grpo.config import LossConfig, ModelConfig, UsageError
 from grpo.loss import grpo_loss
 from grpo.model import load_policy
@@ -41,7 +41,7 @@ def policy(folder):
 @pytest.fixture(scope="module")
 def batch():
     rows = [episode(range(5, 5 + p), range(40, 40 + c), [1, 0, 1, 1, 1, 1, 1][:c]) for p, c in ((3, 7), (6, 1), (2, 5))]
-    (batch,) = make_microbatches(rows, [0.2, 0.1, 0.3], max_tokens=1000)
+    (batch,) = make_microbatches(rows, [0.2, 0.1, 0.3], max_tokens=1000, packing=Packing(packed=False))
     return batch
 
 

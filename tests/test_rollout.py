@@ -124,7 +124,7 @@ def test_worked_example_of_token_batch():
     """The example in the docstring of `grpo.data_types.TokenBatch`: which position predicts which token."""
     episode = play(ScriptedEngine(two_turns))[0].episodes[0]
     (batch,) = make_microbatches([episode], [0.2], max_tokens=100)
-    assert batch.input_ids.shape == (1, 18)
+    assert batch.input_ids.shape == (1, 17)  # the last token predicts nothing
     assert batch.predict_cols.tolist() == [2, 3, 4, 15, 16]
     assert batch.targets.tolist() == [5, 6, 151645, 7, 151645]
     assert batch.episode_index.tolist() == [0] * 5

@@ -28,7 +28,7 @@ from grpo.config import LossConfig  # noqa: E402
 from grpo.data_types import Episode  # noqa: E402
 from grpo.head import token_logprobs  # noqa: E402
 from grpo.loss import grpo_loss  # noqa: E402
-from grpo.model import Policy  # noqa: E402
+from grpo.model import Policy, enable_packing  # noqa: E402
 
 TEMPERATURE, MAX_COMPLETION_LEN = 0.8, 24
 # Per episode: prompt length, then the lengths of its segments, sampled and environment in turn.
@@ -69,13 +69,16 @@ def setup(tmp_path_factory):
 
 def load(folder, tokenizer) -> Policy:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return Policy("toy", model, tokenizer, torch.device("cpu"), torch.float32)
+    policy = Policy("toy", model, tokenizer, torch.device("cpu"), torch.float32)
+    assert enable_packing(policy, max_context=100) is None
+    return policy
 
 
 def grid_index(batch, episodes):
     """Where each trained token of a microbatch lies in TRL's [E, T] completion tensors."""
     prompt_lengths = torch.tensor([len(episode.prompt_ids) for episode in episodes])
-    return batch.episode_index, batch.predict_cols + 1 - prompt_lengths[batch.episode_index]
+    positions = batch.position_ids[batch.predict_rows, batch.predict_cols]
+    return batch.episode_index, positions + 1 - prompt_lengths[batch.episode_index]
 
 
 def pad(rows, left: bool = False) -> torch.Tensor:
@@ -122,7 +125,7 @@ def our_side(setup, config, advantages, kept):
     tokenizer, folder, episodes, old, ref = setup
     policy = load(folder, tokenizer)
     weights = token_weights([e.num_trained for e in episodes], config.loss_type, MAX_COMPLETION_LEN, kept)
-    batches = make_microbatches(episodes, weights, max_tokens=50)
+    batches = make_microbatches(episodes, weights, max_tokens=25)
     assert len(batches) > 1
     total, clipped = torch.tensor(0.0), 0
     for batch in batches:
