@@ -15,7 +15,16 @@ from typing import get_args
 import pytest
 import torch
 from kernel_parity import (
-    DEVICE, EVERYTHING, LEAVES, Problem, assert_parity, call, evaluate, from_logits, judge, problem,
+    DEVICE,
+    EVERYTHING,
+    LEAVES,
+    Problem,
+    assert_parity,
+    call,
+    evaluate,
+    from_logits,
+    judge,
+    problem,
 )  # fmt: skip
 
 from grpo.config import KLEstimator, LossConfig, LossType
@@ -224,7 +233,9 @@ def test_a_wrong_output_or_gradient_is_noticed(op, dtype, factor):
             continue  # bits
         with pytest.raises(AssertionError, match=f"{name}: "):
             judge(ours | {name: (value * factor).to(value.dtype)}, truth, eager, torch.finfo(dtype).eps)
-        if value.dim() == 2:  # the smallest gradient that is not 0 is seen next to the largest
+        # A row a thousand times smaller than the largest is looked at as well. Not so in 16 bits: there a row whose
+        # terms cancel is wrong by half its size in eager.
+        if value.dim() == 2 and dtype == torch.float32:
             size = value.double().norm(dim=1)
             row = size.masked_fill(size < 1e-3 * size.max(), torch.inf).argmin()
             wrong = value.clone()
