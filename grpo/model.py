@@ -149,8 +149,9 @@ def decoder(model: Any) -> torch.nn.Module:
 def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
     """Last hidden states at the batch's predicting positions: [N, D].
 
-    A packed batch needs `enable_packing` first, else RuntimeError. A padded one passes no attention mask: its rows are padded on the right
-    and attention is causal, so padding is never seen, and without a mask the attention kernel skips the upper triangle.
+    A packed batch needs `enable_packing` first, else RuntimeError. A padded one passes no attention mask: its rows are
+    padded on the right and attention is causal, so padding is never seen, and without a mask the attention kernel
+    skips the upper triangle.
     Gradient checkpointing acts in training mode only; dropout is off, so the mode changes nothing else.
     """
     options: dict[str, Any] = {}
