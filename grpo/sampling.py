@@ -69,6 +69,9 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
+BLOCK = 512  # columns
+
+
 def sample(logits: torch.Tensor, uniform: torch.Tensor, config: SamplingConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting the cumulative distribution, in vocabulary order.
 
@@ -84,18 +87,36 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, config: SamplingConfig) 
     if config.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
-    logprobs = torch.log_softmax(logits / config.temperature, -1)  # [n, V]
+    inverse_temperature = 1.0 / config.temperature
     if config.top_p < 1:
-        logprobs = _nucleus(logprobs, config.top_p)
-    # A float32 running sum over 150k tokens stalls: terms below its rounding vanish, and tokens would be drawn too
-    # rarely or, past the last increase, wrongly. In float64 each term counts.
-    cumulative = logprobs.double().exp().cumsum(-1)  # [n, V]
-    target = uniform[:, None] * cumulative[:, -1:]  # scaled by the actual total, which is 1 only up to rounding
-    # The first token whose cumulative mass exceeds the target. A token of probability 0 does not raise the sum, so it
-    # is never the first; and target < total, because uniform < 1 by more than half a rounding step.
-    # Only NaN logits reach the clamp: their log-prob is then NaN, which the engine reports, and not a bad index.
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+        logits, inverse_temperature = _nucleus(torch.log_softmax(logits * inverse_temperature, -1), config.top_p), 1.0
+
+    # One buffer of V columns: masses e^((z - max) / T), padded with zeros to whole blocks. A float32 running sum over
+    # 150k tokens stalls (terms below its rounding vanish); a float64 copy of everything would cost most of a step. So
+    # blocks are summed first, float64 runs over the block sums, and then over the one block that is hit.
+    num_rows, vocab = logits.shape
+    maximum = logits.amax(-1, keepdim=True)  # [n, 1]
+    masses = logits.new_zeros(num_rows, -(-vocab // BLOCK) * BLOCK)
+    torch.sub(logits, maximum, out=masses[:, :vocab]).mul_(inverse_temperature).exp_()
+    blocks = masses.view(num_rows, -1, BLOCK)
+    cumulative = blocks.sum(-1).double().cumsum(-1)  # [n, V / BLOCK]
+    total = cumulative[:, -1:]
+    # The first block whose cumulative mass exceeds the target. target < total, because uniform is below 1 by more than
+    # half a rounding step. Only NaN logits reach the clamp: their log-prob is NaN then, which the engine reports.
+    target = uniform[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)  # [n, 1]
+    mass = cumulative.gather(1, block)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # The same within the block, whose float64 sum differs from its float32 sum by rounding: hence a share of it.
+    inner = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)  # [n, BLOCK]
+    share = (target - before) / (mass - before)
+    token = torch.searchsorted(inner, share * inner[:, -1:], right=True)
+    # A token of probability 0 does not raise the sum and is never the first to exceed a target; rounding must not
+    # carry the target beyond the last token that did raise it.
+    token = torch.minimum(token, torch.searchsorted(inner, inner[:, -1:].contiguous()))
+    tokens = (block * BLOCK + token).clamp_(max=vocab - 1)  # [n, 1]
+    logprobs = (logits.gather(1, tokens) - maximum) * inverse_temperature - total.log().float()
+    return tokens[:, 0], logprobs[:, 0]
 
 
 def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
