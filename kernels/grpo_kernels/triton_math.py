@@ -53,7 +53,8 @@ def finite_or_zero(maximum):
 def shifted_exp(z, shift, k):
     """b = (z - shift) k, cut below at MIN_SHIFTED, and 2^b. where, not tl.maximum: the latter drops NaN."""
     b = (z - shift) * k
-    return tl.where(b < MIN_SHIFTED, MIN_SHIFTED, b), tl.exp2(b)
+    b = tl.where(b < MIN_SHIFTED, MIN_SHIFTED, b)
+    return b, tl.exp2(b)
 
 
 @triton.jit

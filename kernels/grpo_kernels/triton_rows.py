@@ -1,7 +1,7 @@
 """Row kernels in Triton: what happens between the GEMMs, on a [n, V] tile of logits. Interface: `torch_rows`.
 
-One program owns one row and walks over it in blocks of B logits. A row of Qwen3's 151936 bfloat16 logits is 304 KB, more
-than a program can hold, so the training kernel walks twice: statistics, then the gradient over the logits.
+One program owns one row and walks over it in blocks. A row of Qwen3's 151936 bfloat16 logits is 304 KB, more than a
+program can hold, so the training kernel walks twice: statistics, then the gradient over the logits.
 
 | kernel                | memory traffic per row of V logits of w bytes (plus < 100 bytes of per-token values) |
 |-----------------------|---------------------------------------------------------------------------------------|
@@ -11,7 +11,7 @@ than a program can hold, so the training kernel walks twice: statistics, then th
 |                       | weight 0: V w written                                                                 |
 
 Block size and warps, by reasoning for A100 and H100 (`kernels/bench/resources.py` shows the registers they lead to):
-each of 256 threads takes 16 logits of a 4096 block, two 16-byte loads of bfloat16, and keeps 16 partial sums of s and of
+each of 256 threads takes 16 logits of a 4096 block, two 16-byte loads of bfloat16, and keeps 16 partial sums of s and
 u. At 128 registers or fewer two programs or more share an SM; each has 8 KB of loads in flight, and one computes while
 another waits for the maximum of its block, the only reduction inside the loop. A larger block needs more registers, a
 smaller one more reductions. Vocabularies up to 1024 (tests, toys) take one block of 1024 with four warps.
@@ -71,7 +71,7 @@ def rows_config(vocab: int) -> RowsConfig:
 
 @triton.jit
 def row_statistics(row_ptr, vocab, column_stride, k, BLOCK: tl.constexpr):
-    """Maximum, s and u (base 2) of the row at `row_ptr`, in one read. Columns beyond `vocab` count as -inf, never as 0."""
+    """Maximum, s and u (base 2) of the row at `row_ptr`, in one read. Columns from `vocab` on count as -inf, not 0."""
     lanes = tl.arange(0, BLOCK)
     maximum = tl.full((), -float("inf"), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
@@ -182,8 +182,8 @@ def grpo_rows_kernel(
 ):  # fmt: skip
     """Statistics, token objective and gradient of each row: the middle of the three-GEMM head.
 
-    `old_ptr`, `ref_ptr`, `sampler_ptr` may be None. `stats_ptr` [7, n] float32 in the order of TokenStats, `clipped_ptr`
-    [n] int32. The loss term and its derivative are those of `triton_math.token_objective`.
+    `old_ptr`, `ref_ptr`, `sampler_ptr` may be None. `stats_ptr` [7, n] float32 in the order of TokenStats,
+    `clipped_ptr` [n] int32. The loss term and its derivative are those of `triton_math.token_objective`.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride

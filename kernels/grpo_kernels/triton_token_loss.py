@@ -1,8 +1,8 @@
 """Op 5 in Triton: the elementwise GRPO loss on log-probs, its value and its derivative, in one kernel.
 
-Formulas: `grpo_kernels.objective`; the device function is the one of the row kernel. Traffic per token: 4 bytes read for
-each input that is present (3 to 7), 40 written. A microbatch of 8192 tokens is under 0.6 MB, so the launch is all it
-costs; block and warps (256 tokens, one each for 128 threads twice over) only spread that over some SMs.
+Formulas: `grpo_kernels.objective`; the device function is the one of the row kernel. Traffic per token: 4 bytes read
+for each input that is present (3 to 7), 40 written. A microbatch of 8192 tokens is under 0.6 MB, so the launch is all
+it costs; 256 tokens a program (two for each of 128 threads) only spread them over some SMs.
 """
 
 from __future__ import annotations
