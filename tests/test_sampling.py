@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
+from grpo.sampling import BLOCK, SamplingConfig, random_stream, sample, uniforms
 
 
 def _grid(steps: int, members: int, positions: int, seed: int = 42) -> np.ndarray:
@@ -162,3 +162,30 @@ def test_a_target_on_the_edge_falls_to_the_next_token_that_can_occur():
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingConfig(**bad)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 13])
+@pytest.mark.parametrize("impossible", ["none", "most", "ends of blocks"])
+def test_sampled_in_blocks_as_by_one_running_sum(vocab, impossible):
+    """Against the inverse of the whole float64 cumulative distribution, the ends of (0, 1) included."""
+    torch.manual_seed(vocab)
+    n = 400
+    logits = 3 * torch.randn(n, vocab)
+    columns = torch.arange(vocab)
+    if impossible == "most":
+        logits[torch.rand(n, vocab) < 0.9] = -torch.inf
+        logits[:, 0] = 0.0
+    if impossible == "ends of blocks" and vocab > 2:
+        logits[:, (columns % BLOCK > BLOCK - 9) | (columns >= vocab - 2)] = -torch.inf
+    uniform = torch.rand(n, dtype=torch.float64)
+    uniform[0], uniform[1] = 2.0**-53, 1 - 2.0**-53
+    tokens, logprobs = sample(logits, uniform, SamplingConfig(temperature=0.8))
+    exact = torch.log_softmax(logits.double() / 0.8, -1)
+    cumulative = exact.exp().cumsum(-1)
+    upper = cumulative.gather(1, tokens[:, None])[:, 0]
+    chosen = exact.gather(1, tokens[:, None])[:, 0]
+    lower = upper - chosen.exp()
+    assert torch.isfinite(chosen).all()  # never a token of probability 0
+    rounding = 1e-6  # float32 masses against float64 ones
+    assert ((lower - rounding <= uniform * cumulative[:, -1]) & (uniform * cumulative[:, -1] <= upper + rounding)).all()
+    assert torch.allclose(logprobs.double(), chosen, atol=2e-6)
