@@ -107,13 +107,11 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, config: SamplingConfig) 
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)  # [n, 1]
     mass = cumulative.gather(1, block)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # The same within the block, whose float64 sum differs from its float32 sum by rounding: hence a share of it.
+    # The same within the block, whose float64 sum differs from its float32 sum by rounding: hence a share of it, below
+    # 1 again. A token of probability 0 does not raise the sum, so it is never the first to exceed a target.
     inner = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)  # [n, BLOCK]
     share = (target - before) / (mass - before)
     token = torch.searchsorted(inner, share * inner[:, -1:], right=True)
-    # A token of probability 0 does not raise the sum and is never the first to exceed a target; rounding must not
-    # carry the target beyond the last token that did raise it.
-    token = torch.minimum(token, torch.searchsorted(inner, inner[:, -1:].contiguous()))
     tokens = (block * BLOCK + token).clamp_(max=vocab - 1)  # [n, 1]
     logprobs = (logits.gather(1, tokens) - maximum) * inverse_temperature - total.log().float()
     return tokens[:, 0], logprobs[:, 0]
