@@ -20,6 +20,7 @@ from grpo.config import UsageError
 ATTENTION_NAME = "grpo_slots"
 KEY_MULTIPLE = 64  # key lengths are rounded up to this: few distinct shapes, aligned masks
 CAPACITY_MULTIPLE = 256  # of the cache; a multiple of KEY_MULTIPLE
+ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Layout:
 
 
 class SlotCache(Cache):
-    """KV of all slots: per layer two tensors [slots, H_kv, capacity, d], made at the first forward.
+    """KV of the live slots: per layer two tensors [rows, H_kv, capacity, d], made at the first forward.
 
-    `capacity` follows the longest row, so that a model with 40k positions does not cost 40k positions of memory.
+    `rows` follows the number of live rows, at most `slots`, and `capacity` the longest of them, so that neither 64 slots
+    nor a model with 40k positions cost memory that nobody uses.
     """
 
     def __init__(self, slots: int, dtype: torch.dtype):
@@ -48,16 +50,22 @@ class SlotCache(Cache):
         self.slots, self.dtype = slots, dtype
         self.pools: dict[int, list[torch.Tensor]] = {}
         self.rows = self.columns = torch.empty(0, dtype=torch.int64)
-        self.capacity = 0
+        self.capacity = self.num_rows = 0
 
-    def place(self, rows: torch.Tensor, columns: torch.Tensor, longest: int) -> None:
-        """The next forward's token i goes to slot rows[i], position columns[i] < longest (both [N])."""
+    def place(self, rows: torch.Tensor, columns: torch.Tensor, live: int, longest: int) -> None:
+        """The next forward's token i goes to slot rows[i] < live, position columns[i] < longest (both [N])."""
         self.rows, self.columns = rows, columns
-        if longest > self.capacity:
-            grown = round_up(longest, CAPACITY_MULTIPLE)
-            for pools in self.pools.values():
-                pools[:] = [F.pad(pool, (0, 0, 0, grown - self.capacity)) for pool in pools]
-            self.capacity = grown
+        if live > self.num_rows or longest > self.capacity:
+            self.reserve(live, longest)
+
+    def reserve(self, live: int, longest: int) -> None:
+        """Make room for `live` rows of `longest` positions; what is there stays."""
+        num_rows = max(self.num_rows, min(self.slots, round_up(live, ROW_MULTIPLE)))
+        capacity = max(self.capacity, round_up(longest, CAPACITY_MULTIPLE))
+        padding = (0, 0, 0, capacity - self.capacity, 0, 0, 0, num_rows - self.num_rows)
+        for pools in self.pools.values():
+            pools[:] = [F.pad(pool, padding) for pool in pools]
+        self.num_rows, self.capacity = num_rows, capacity
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -66,7 +74,7 @@ class SlotCache(Cache):
         if layer_idx not in self.pools:
             # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
             self.pools[layer_idx] = [
-                torch.zeros(self.slots, s.shape[1], self.capacity, s.shape[3], dtype=self.dtype, device=s.device)
+                torch.zeros(self.num_rows, s.shape[1], self.capacity, s.shape[3], dtype=self.dtype, device=s.device)
                 for s in (key_states, value_states)
             ]
         keys, values = self.pools[layer_idx]
@@ -87,7 +95,7 @@ class SlotCache(Cache):
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, H, N, d]
-    key: torch.Tensor,  # [slots, H_kv, capacity, d], this forward's keys already in it
+    key: torch.Tensor,  # [rows, H_kv, capacity, d], this forward's keys already in it
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,

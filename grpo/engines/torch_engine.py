@@ -190,6 +190,8 @@ class TorchEngine:
             if shared:
                 copies.setdefault((donor, shared), []).append(index)
         self._queue = waiting
+        if copies:
+            self.cache.reserve(len(self._rows), max(row.cached for row in self._rows))
         for (source, length), targets in copies.items():
             self.cache.copy(source, targets, length)
 
@@ -215,7 +217,7 @@ class TorchEngine:
         table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
         columns = torch.arange(round_up(max(lengths)), device=self.device)
         row_mask = self._additive((columns <= table[2, -len(lengths) :, None])[:, None, None])  # [n, 1, 1, K]
-        self.cache.place(table[1], table[2], max(lengths))
+        self.cache.place(table[1], table[2], len(lengths), max(lengths))
         with self._sampling_mode():
             logits = self.model(
                 input_ids=table[None, 0],
