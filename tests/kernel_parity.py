@@ -83,7 +83,7 @@ def problem(
     without: tuple[str, ...] = (),
     **settings,
 ) -> Problem:
-    """Peaked inputs in `dtype`; per-token inputs in float32, those named in `without` None. One row in five is masked."""
+    """Peaked inputs in `dtype`, per-token ones in float32, those named in `without` None. Row 4, 9, ... is masked."""
     hidden, weight, targets = peaked_head(rows, dim, vocab, seed)
     hidden, weight = hidden.to(dtype), weight.to(weight_dtype or dtype)
     logits = (hidden.double() @ weight.double().T).to(dtype)
@@ -170,7 +170,8 @@ def loss_by_definition(logprobs: Tensor, entropy: Tensor, given: Problem) -> tup
                     clipped=sum(bit * metrics[name] for name, bit in bits if name in metrics),
                 )
             )
-    stats = TokenStats(*map(torch.stack, zip(*rows))) if rows else None
+    columns = zip(*rows) if rows else [[]] * len(TokenStats._fields)
+    stats = TokenStats(*(torch.stack(c) if c else logprobs.new_empty(0) for c in map(list, columns)))
     return loss(slice(None))[0], stats
 
 
@@ -200,10 +201,13 @@ def call(op: str, given: Problem, impl: str) -> tuple:
     return function(given.hidden, given.weight, given.targets, given.temperature, impl=impl)
 
 
-def evaluate(op: str, given: Problem, impl: str) -> dict[str, Tensor]:
-    """Every output and every gradient (d_<input>) by name. impl: as in the ops, or `definition`."""
+def evaluate(op: str, given: Problem, impl: str, view=lambda leaf: leaf) -> dict[str, Tensor]:
+    """Every output and every gradient (d_<input>) by name. impl: as in the ops, or `definition`.
+
+    The op gets `view(leaf)`: the same values in another memory layout.
+    """
     leaves = {name: getattr(given, name).detach().clone().requires_grad_() for name in LEAVES[op]}
-    given = replace(given, **leaves)
+    given = replace(given, **{name: view(leaf) for name, leaf in leaves.items()})
     outputs = by_definition(op, given) if impl == "definition" else call(op, given, impl)
     if op in ("linear_grpo_loss", "grpo_token_loss"):
         (outputs[0] * given.scale).backward()

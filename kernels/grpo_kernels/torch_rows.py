@@ -45,6 +45,7 @@ class RowStats(NamedTuple):
 class _Rows(NamedTuple):
     rows: slice
     targets: Tensor  # [k, 1]
+    target_shifted: Tensor  # a_y, not cut, [k, 1]
     shifted: Tensor  # a, [k, V]
     exponentials: Tensor  # e^a, [k, V]
     rest: Tensor  # the sum of the exponentials but the target's, [k, 1]
@@ -63,6 +64,8 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, inplace: bo
         rows = slice(first, min(first + step, num_rows))
         tile, exps = logits[rows], exponentials[: rows.stop - first]
         maximum = tile.amax(-1, keepdim=True).to(dtype)
+        # Before the cut below: a target a thousand nats down has a log-prob all the same.
+        target_shifted = (tile.gather(1, targets[rows, None]) - maximum) * (1.0 / temperature)
         if spare is None:
             shifted = tile.sub_(maximum)
         else:
@@ -74,15 +77,13 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, inplace: bo
         of_target = exps.gather(1, targets[rows, None])
         rest = exps.scatter_(1, targets[rows, None], 0).sum(-1, keepdim=True)
         exps.scatter_(1, targets[rows, None], of_target)
-        yield _Rows(rows, targets[rows, None], shifted, exps, rest, rest + of_target, maximum)
+        yield _Rows(rows, targets[rows, None], target_shifted, shifted, exps, rest, rest + of_target, maximum)
 
 
 def _row_stats(each: _Rows) -> RowStats:
     log_sum = each.total.log()
-    target = each.shifted.gather(1, each.targets)
-    # The cut must not reach the log-prob of a target whose logit is -inf.
+    target = each.target_shifted
     logprobs = torch.where(target == 0, -torch.log1p(each.rest), target - log_sum)
-    logprobs = torch.where(target <= MIN_SHIFTED, -torch.inf, logprobs)
     # u as a dot product: it needs no third buffer, and vecdot runs at the speed of memory where bmm does not.
     entropy = log_sum - torch.linalg.vecdot(each.exponentials, each.shifted)[:, None] / each.total
     return RowStats(logprobs[:, 0], entropy[:, 0], each.maximum[:, 0], log_sum[:, 0])
