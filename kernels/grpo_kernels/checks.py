@@ -45,3 +45,9 @@ def check_tokens(num_tokens: int, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.shape != (num_tokens,) or not tensor.dtype.is_floating_point):
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, but must be floating ({num_tokens},)")
+
+
+def check_sampler(mismatch: str, sampler_logprobs: Tensor | None) -> None:
+    """Raises ValueError, as `grpo_loss` does, for importance weights without the sampler's log-probs."""
+    if mismatch != "none" and sampler_logprobs is None:
+        raise ValueError(f"mismatch is {mismatch!r} but no sampler_logprobs were given")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo.config import LossConfig
 from grpo_kernels import reference
-from grpo_kernels.checks import check_tokens
+from grpo_kernels.checks import check_sampler, check_tokens
 from grpo_kernels.dispatch import resolve
 from grpo_kernels.objective import Objective, TokenStats, token_terms
 
@@ -37,7 +37,7 @@ def grpo_token_loss(
         the loss, a scalar, and the detached `TokenStats`. Memory traffic: each input read once, each output written
         once; about twenty elementwise kernels become one.
     Raises:
-        ValueError: a loss that needs whole episodes (named), wrong shapes.
+        ValueError: a loss that needs whole episodes (named), wrong shapes, a tensor that the config asks for is None.
         RuntimeError: an implementation that cannot run here.
     """
     named = dict(
@@ -48,6 +48,7 @@ def grpo_token_loss(
     if policy_logprobs.dim() != 1:
         raise ValueError(f"policy_logprobs: {tuple(policy_logprobs.shape)}, but must be [N]")
     check_tokens(len(policy_logprobs), policy_logprobs=policy_logprobs, **named)
+    check_sampler(config.mismatch, sampler_logprobs)
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is not 0 but no entropy was given")
     impl = resolve("grpo_token_loss", impl, policy_logprobs.device)

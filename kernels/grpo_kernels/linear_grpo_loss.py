@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo.config import LossConfig
 from grpo_kernels import chunking, reference, torch_rows
-from grpo_kernels.checks import check_linear, check_tokens
+from grpo_kernels.checks import check_linear, check_sampler, check_tokens
 from grpo_kernels.dispatch import resolve, rows_backend
 from grpo_kernels.objective import Objective, TokenStats
 
@@ -57,7 +57,7 @@ def linear_grpo_loss(
         pass again: the first one gives the stash away instead of copying it.
     Raises:
         ValueError: shapes, dtypes, a target outside the vocabulary, a temperature that is not positive, a loss that
-            needs whole episodes.
+            needs whole episodes, importance weights without the sampler's log-probs.
         RuntimeError: an implementation that cannot run here.
     """
     named = dict(
@@ -67,6 +67,7 @@ def linear_grpo_loss(
     objective = Objective.of(config)
     check_linear(hidden, weight, targets, temperature)
     check_tokens(len(hidden), **named)
+    check_sampler(config.mismatch, sampler_logprobs)
     impl = resolve("linear_grpo_loss", impl, hidden.device)
     if impl == "reference":
         return reference.linear_grpo_loss(hidden, weight, targets, config=config, temperature=temperature, **named)
