@@ -1,0 +1,75 @@
+"""What the scripts here share: progress on stderr, a markdown table, what the machine is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def say(text: str) -> None:
+    """What is happening now."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def fail(text: str, code: int) -> NoReturn:
+    """One line on stderr, then exit."""
+    print(" ".join(text.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def number(value: Any) -> str:
+    """Three significant digits, no exponent; `-` for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, (str, int)):
+        return str(value)
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table with aligned columns."""
+    lines = [list(header), *([number(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
+    shown.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(shown)
+
+
+def machine(device: str, threads: int) -> dict[str, Any]:
+    """What a reader needs to judge the numbers. JSON types only."""
+    about: dict[str, Any] = {"device": device, "name": _cpu_name(), "threads": threads, "cores": os.cpu_count(),
+                             "python": platform.python_version(), "commit": _commit(),
+                             "load_average_at_end": round(os.getloadavg()[0], 2)}  # fmt: skip
+    if device == "cuda":
+        import torch
+
+        about["name"] = torch.cuda.get_device_name()
+    return about
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _commit() -> str | None:
+    """The commit, with `+changes` where tracked files differ from it; None outside a checkout."""
+
+    def git(*args: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
