@@ -55,7 +55,7 @@ class Arguments:
     smoke: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """One tiny case and one round: does everything run and is everything right?"""
     rows: tuple[str, ...] = ()
-    """Only rows whose name contains one of these; eager always runs, to compare with."""
+    """Only rows whose name contains one of these; the floor and eager always run, to compare with."""
     rounds: int | None = None
     """Timed rounds of each case. Default: as many as the budget allows."""
     budget: float | None = None
@@ -112,7 +112,7 @@ class RowResult:
     gbps: float | None = None
     """Useful GB/s: what must be read and written once."""
     peak_mb: float | None = None
-    """Peak memory beyond the inputs, 1e6 bytes."""
+    """Peak memory beyond the inputs, 1e6 bytes, median (a library's first call may add a pool that stays)."""
     extra_mb: float | None = None
     """The same without the outputs (dX, dW and its float32 accumulator)."""
     errors: dict[str, float] = field(default_factory=dict)
@@ -160,6 +160,19 @@ def relative_error(value: Tensor, truth: Tensor, scale: Tensor | None = None) ->
     return error if error == error else float("inf")
 
 
+def run_or_drop(i: int, rows: list[Row], results: list[RowResult], problem: Problem) -> tuple[Sample, dict] | None:
+    """Measure row `i`. A baseline that cannot run (out of memory, no compiler) is marked as missing: None."""
+    try:
+        return rows[i].measure(problem)
+    except (RuntimeError, ImportError) as error:
+        if rows[i].kind != "baseline":
+            raise
+        problem.gradients()
+        results[i].missing = report.one_line(error)
+        rows[i] = dataclasses.replace(rows[i], missing=results[i].missing)
+        return None
+
+
 def check(rows: list[Row], results: list[RowResult], benchmark: Benchmark, case: Case, problem: Problem) -> float:
     """Fill in the errors, mark baselines that cannot run as missing, return seconds that one round will take.
 
@@ -173,15 +186,12 @@ def check(rows: list[Row], results: list[RowResult], benchmark: Benchmark, case:
         if row.missing:
             continue
         report.say(f"{benchmark.name} {case}: checking {row.name}")
-        try:
-            sample, outputs = row.measure(small)
-        except (RuntimeError, ImportError) as error:  # out of memory, no compiler, a broken installation
-            if row.kind != "baseline" or row.name == "eager":
-                raise
-            small.gradients()
-            rows[i] = dataclasses.replace(row, missing=report.one_line(error))
-            results[i].missing = rows[i].missing
+        measured = run_or_drop(i, rows, results, small)
+        if measured is None:
+            if row.name == "eager":
+                raise WrongResult(f"{benchmark.name} {case}: nothing to compare with, eager {results[i].missing}")
             continue
+        sample, outputs = measured
         estimate += sample.seconds * len(problem) / count
         truth = truths[row.truth] if row.truth else {}
         scale = truth.get("loss_scale")
@@ -201,15 +211,18 @@ def check(rows: list[Row], results: list[RowResult], benchmark: Benchmark, case:
 
 
 def time_rounds(
-    rows: list[Row], problem: Problem, device: torch.device, rounds: int | None, seconds: float, label: str
+    rows: list[Row], results: list[RowResult], problem: Problem, rounds: int | None, seconds: float, label: str
 ) -> list[list[Sample]]:
     """Samples of each row, one a round. Without `rounds`: until `seconds` are spent, at least one round."""
-    runnable = [i for i, row in enumerate(rows) if not row.missing]
     samples: list[list[Sample]] = [[] for _ in rows]
-    start, done, most = time.perf_counter(), 0, rounds or MAX_ROUNDS[device.type]
-    for i in runnable:  # on a CPU the correctness pass was the warm-up; a GPU's allocator and clocks need the full size
-        if device.type == "cuda" or rows[i].compiles:
-            rows[i].measure(problem)
+    cuda, start, done = problem.device.type == "cuda", time.perf_counter(), 0
+    most = rounds or MAX_ROUNDS[problem.device.type]
+    # On a CPU the correctness pass was the warm-up; a GPU's allocator and clocks need the full size.
+    for i, row in enumerate(rows):
+        if not row.missing and (cuda or row.compiles):
+            report.say(f"{label}: warming up {row.name}")
+            run_or_drop(i, rows, results, problem)
+    runnable = [i for i, row in enumerate(rows) if not row.missing]
     begin = time.perf_counter()
     while done < most:
         for i in (runnable[(done + k) % len(runnable)] for k in range(len(runnable))):
@@ -241,9 +254,9 @@ def summarise(results: list[RowResult], samples: list[list[Sample]], rows: list[
         result.gbps = benchmark.bytes(case) / result.ms / 1e6 or None
         peaks = [sample.peak_bytes for sample in of_row if sample.peak_bytes is not None]
         if peaks:
-            result.peak_mb = max(peaks) / 1e6
+            result.peak_mb = statistics.median(peaks) / 1e6
             known = outputs + (accumulator if row.wide_accumulator else 0)
-            result.extra_mb = max(0.0, (max(peaks) - known) / 1e6)
+            result.extra_mb = max(0.0, (statistics.median(peaks) - known) / 1e6)
 
 
 def run_case(
@@ -256,7 +269,10 @@ def run_case(
     rows = [
         row
         for row in benchmark.rows(case, device, args)
-        if not args.rows or row.name == "eager" or any(wanted in row.name for wanted in args.rows)
+        if not args.rows
+        or row.kind == "floor"
+        or row.name == "eager"
+        or any(wanted in row.name for wanted in args.rows)
     ]
     problem = benchmark.problem(case, device)
     results = [RowResult(row.name, row.kind, row.missing, row.note) for row in rows]
@@ -264,7 +280,7 @@ def run_case(
     left = share - (time.perf_counter() - start)
     if args.rounds is None and estimate > left:
         report.say(f"{benchmark.name} {case}: one round takes about {estimate:.0f} s, {max(left, 0):.0f} s are left")
-    samples = time_rounds(rows, problem, device, args.rounds, left, f"{benchmark.name} {case}")
+    samples = time_rounds(rows, results, problem, args.rounds, left, f"{benchmark.name} {case}")
     summarise(results, samples, rows, benchmark, case)
     goals = benchmark.goals(case, {result.name: result for result in results if result.ms})
     return {

@@ -66,7 +66,7 @@ def ours(op: str, function: Callable, make: Callable, device: torch.device) -> l
 
 def scoring_rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
     return [
-        bare_gemms(1),
+        bare_gemms(case, device, 1),
         Row("eager", scoring(eager)),
         baselines.compiled(scoring, eager, device, args),
         baselines.trl_row(scoring(baselines.trl_logprobs)),
@@ -76,7 +76,7 @@ def scoring_rows(case: Case, device: torch.device, args: Arguments) -> list[Row]
 
 def autograd_rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
     return [
-        bare_gemms(3),
+        bare_gemms(case, device, 3),
         Row("eager", with_backward(eager)),
         baselines.compiled(with_backward, eager, device, args),
         baselines.trl_row(with_backward(baselines.trl_logprobs)),

@@ -37,10 +37,11 @@ def measure(run: Callable[[], Any], device: torch.device) -> tuple[Sample, Any]:
 def _measure_cuda(run: Callable[[], Any], device: torch.device) -> tuple[Sample, Any]:
     """Events around the call. The flush is queued first, so that the host is ahead of the device when they start."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush = _flush_buffer(device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    _flush_buffer(device).zero_()
+    flush.zero_()
     start.record()
     result = run()
     end.record()
