@@ -38,6 +38,7 @@ from grpo_kernels.triton_math import (
     shifted_exp,
 )
 
+MAX_STRIDE = 2**31 // 256
 # Bytes of hidden states that one group of row tiles works on.
 GROUP_BYTES = 16 << 20
 
@@ -63,17 +64,24 @@ class TileConfig(NamedTuple):
 # 16 bits: 128 x 256 does 85 multiply-adds for each element it loads, 128 x 128 would do 64. The accumulator takes 128
 # of the 255 registers of each of 256 threads, and leaves room for offsets and the statistics. A stage is
 # (128 + 256) * 64 * 2 bytes = 48 KB. An A100 has 163 KB, an H100 227 KB, others as little as 99 KB; a pipeline of n
-# stages holds n - 1 of them with cp.async and all n with wgmma: 144, 192 and 96 KB. float32 is multiplied exactly
-# (ieee), without tensor cores: its operands come to the registers as well, so the accumulator must be smaller.
-STAGES = {(8, 0): 4, (9, 0): 4, (10, 0): 4}
-FLOAT32 = TileConfig(64, 64, 32, num_warps=4, num_stages=2)
+# stages holds n - 1 of them with cp.async and all n with wgmma: 144, 192 and 96 KB.
+STAGES = {(8, 0): 4, (9, 0): 4}
+# Small tiles where the large one would spill. float32 is multiplied exactly (ieee), without tensor cores, and its
+# operands come to the registers as well. 16-bit operands that are not aligned to 16 elements are loaded one by one and
+# need an address each.
+SMALL = TileConfig(64, 64, 32, num_warps=4, num_stages=2)
 
 
-def tile_config(capability: tuple[int, int], dtype: torch.dtype) -> TileConfig:
-    """Fixed by chip and dtype, whatever D and V: tuned on N, a token's bits would depend on the batch."""
-    if dtype == torch.float32:
-        return FLOAT32
+def tile_config(capability: tuple[int, int], dtype: torch.dtype, aligned: bool = True) -> TileConfig:
+    """Fixed by chip, dtype and layout, whatever V: tuned on N, a token's bits would depend on the batch."""
+    if dtype == torch.float32 or not aligned:
+        return SMALL
     return TileConfig(128, 256, 64, num_warps=8, num_stages=STAGES.get(capability, 3))
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Whether rows can be loaded 16 bytes at a time: what Triton can tell from strides, width and address."""
+    return matrix.stride(1) == 1 and not any(n % 16 for n in (matrix.stride(0), matrix.shape[1], matrix.data_ptr()))
 
 
 def combine_config(num_tiles: int) -> dict:
@@ -199,8 +207,10 @@ def linear_logprob_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temper
     stats = torch.empty(4, num_rows, dtype=torch.float32, device=device)
     if not num_rows:
         return RowStats(*stats)
+    # Offsets inside a tile are 32 bits wide; rows further apart than this (8 M elements) are not a matrix of a model.
+    hidden, weight = (m.contiguous() if max(m.stride()) >= MAX_STRIDE else m for m in (hidden, weight))
     capability = torch.cuda.get_device_capability(device) if hidden.is_cuda else (8, 0)
-    config = tile_config(capability, hidden.dtype)
+    config = tile_config(capability, hidden.dtype, is_aligned(hidden) and is_aligned(weight))
     vocab_tiles = triton.cdiv(vocab, config.vocab)
     scratch = torch.empty(3, num_rows, vocab_tiles, dtype=torch.float32, device=device)
     target_logits = torch.empty(num_rows, dtype=torch.float32, device=device)
