@@ -84,10 +84,12 @@ def make_model(case: Case, folder: Path) -> Path:
         return TINY
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from env.prompts import SYSTEM, first_messages
     from scenarios.generator import training_scenario
 
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     messages = first_messages(training_scenario(SCENARIO_SEED, 0))
     words: list[str] = []
