@@ -15,11 +15,11 @@ from collections.abc import Callable
 import baselines
 import harness
 import torch
-from harness import Arguments, Benchmark, Row
+from harness import Arguments, Benchmark, Row, why_not_timed
 from problems import CONFIG, Case, Problem, token_problem
 from torch import Tensor
 
-from grpo_kernels import OPS, grpo_token_loss, reference, why_not
+from grpo_kernels import OPS, grpo_token_loss, reference
 
 SIZES = ("N=8192,fp32", "N=262144,fp32")
 CASES = {"cpu": SIZES, "cuda": SIZES, "smoke": ("N=96,fp32",)}
@@ -45,7 +45,7 @@ def bare_traffic(problem: Problem) -> dict[str, Tensor]:
 
 def ours(impl: str, device: torch.device) -> Row:
     run = with_loss(lambda logprobs, tokens: grpo_token_loss(logprobs, config=CONFIG, impl=impl, **tokens)[0])
-    return Row(f"ours {impl}", run, missing=why_not("grpo_token_loss", impl, device), kind="ours")
+    return Row(f"ours {impl}", run, missing=why_not_timed("grpo_token_loss", impl, device), kind="ours")
 
 
 def rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:

@@ -30,6 +30,7 @@ from problems import Case, Problem
 from torch import Tensor
 
 from grpo.config import UsageError, tyro_cli
+from grpo_kernels import why_not
 
 CHECK_TOKENS = 256
 MAX_ROUNDS = {"cpu": 11, "cuda": 30}
@@ -92,6 +93,14 @@ class Row:
         if self.fresh_inputs:
             problem = problem.first(len(problem))
         return measure(lambda: self.run(problem), problem.device)
+
+
+def why_not_timed(op: str, impl: str, device: torch.device) -> str | None:
+    """Why a row of ours is left out, or None. Triton's interpreter runs kernels on a CPU, for tests of their values."""
+    reason = why_not(op, impl, device)
+    if reason is None and impl == "triton" and device.type == "cpu":
+        return "Triton's interpreter is on (TRITON_INTERPRET=1), whose times say nothing"
+    return reason
 
 
 @dataclass

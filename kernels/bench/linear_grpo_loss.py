@@ -28,11 +28,11 @@ from collections.abc import Callable
 import baselines
 import harness
 import torch
-from harness import Arguments, Benchmark, Goal, Row, RowResult
+from harness import Arguments, Benchmark, Goal, Row, RowResult, why_not_timed
 from problems import CONFIG, Case, Problem, head_problem
 from torch import Tensor
 
-from grpo_kernels import OPS, linear_grpo_loss, reference, why_not
+from grpo_kernels import OPS, linear_grpo_loss, reference
 
 CASES = {
     "cpu": ("N=1024,D=1024,V=151936,fp32", "N=1024,D=256,V=32768,fp32", "N=1024,D=1024,V=151936,bf16"),
@@ -62,7 +62,7 @@ def ours(impl: str, device: torch.device) -> Row:
         loss, _ = linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, impl=impl, **problem.tokens)
         return baselines.backward(loss, problem)
 
-    missing = why_not("linear_grpo_loss", impl, device)
+    missing = why_not_timed("linear_grpo_loss", impl, device)
     return Row(f"ours {impl}", run, missing=missing, kind="ours", wide_accumulator=True)
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import baselines
 import harness
 import torch
-from harness import Arguments, Benchmark, Row
+from harness import Arguments, Benchmark, Row, why_not_timed
 from linear_grpo_loss import bare_gemms, outputs
 from problems import Case, Problem, head_problem
 from torch import Tensor
 
-from grpo_kernels import OPS, linear_logprob, linear_logprob_autograd, reference, why_not
+from grpo_kernels import OPS, linear_logprob, linear_logprob_autograd, reference
 
 CASES = {
     "cpu": ("N=1024,D=256,V=32768,fp32", "N=1024,D=256,V=32768,bf16"),
@@ -59,7 +59,7 @@ def ours(op: str, function: Callable, make: Callable, device: torch.device) -> l
 
     def row(impl: str) -> Row:
         run = make(lambda *inputs: function(*inputs, impl=impl))
-        return Row(f"ours {impl}", run, missing=why_not(op, impl, device), kind="ours", wide_accumulator=True)
+        return Row(f"ours {impl}", run, missing=why_not_timed(op, impl, device), kind="ours", wide_accumulator=True)
 
     return [row(impl) for impl in OPS[op] if impl != "reference"]
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import baselines
 import harness
 import torch
-from harness import Arguments, Benchmark, Row
+from harness import Arguments, Benchmark, Row, why_not_timed
 from problems import Case, Problem, logits_problem
 from torch import Tensor
 
-from grpo_kernels import OPS, logprob_from_logits, reference, why_not
+from grpo_kernels import OPS, logprob_from_logits, reference
 
 CASES = {
     "cpu": ("N=256,V=151936,fp32", "N=1024,V=32768,fp32", "N=256,V=151936,bf16"),
@@ -57,7 +57,7 @@ def trl(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def ours(impl: str, inplace: bool, device: torch.device) -> Row:
     op = functools.partial(logprob_from_logits, inplace_backward=inplace, impl=impl)
-    missing = why_not("logprob_from_logits", impl, device)
+    missing = why_not_timed("logprob_from_logits", impl, device)
     name = f"ours {impl}" + (", in place" if inplace else "")
     return Row(name, with_backward(op), missing=missing, kind="ours", fresh_inputs=inplace)
 
