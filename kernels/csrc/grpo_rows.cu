@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rows_kernel(const GrpoRowsArg
   } else {
     write_row<T, THREADS, R, false>(row, thread, held, shared, gradient, scale);
   }
-  write_target(row, thread, THREADS, args.targets[index], gradient);
+  write_target(row, thread, THREADS, gradient);
 }
 
 template <class T, int VARIANT>

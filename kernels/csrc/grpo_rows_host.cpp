@@ -56,7 +56,7 @@ void one_row(const GrpoRowsArgs& args, int64_t index, int capacity) {
     } else {
       write_row<T, THREADS, R, false>(row, thread, held[thread].vectors, shared.data(), gradient, scale);
     }
-    write_target(row, thread, THREADS, args.targets[index], gradient);
+    write_target(row, thread, THREADS, gradient);
   }
 }
 

@@ -9,6 +9,10 @@
 //
 // with g = dL/dlogprob and h = dL/dentropy of the token objective (grpo_kernels/objective.py, followed line by line).
 // Base 2, because the hardware's exponential is: one multiplication a logit less than with e.
+//
+// The passes leave the target out, and it joins in finish_row: s = 2^t_y + rest. Where it is the maximum its log-prob is
+// -log1p(rest), which keeps its digits as p -> 1; next to the 1 in s a rest of 1e-8 would be lost, and with it the
+// row's whole gradient.
 #pragma once
 
 #include <math.h>
@@ -184,12 +188,16 @@ struct RowGradient {
   int idle;                   // both upstream gradients are 0: the row becomes 0 whatever it holds
 };
 
-// From the statistics of a whole row to the token's outputs and its gradient.
-GRPO_HD RowGradient finish_row(
-    const GrpoRowsArgs& args, const TokenInputs& in, const Statistics& row, TokenTerms& terms) {
-  const float log_sum = logf(row.sum);
+// From the statistics of a row without its target to the token's outputs and its gradient.
+GRPO_HD RowGradient finish_row(const GrpoRowsArgs& args, const TokenInputs& in, Statistics rest, TokenTerms& terms) {
+  Statistics target{in.target_logit, 1.0f, 0.0f};
+  const float maximum = fmaxf(rest.maximum, target.maximum);
+  raise_maximum(rest, maximum, args.base2_scale);
+  raise_maximum(target, maximum, args.base2_scale);
+  const Statistics row{maximum, rest.sum + target.sum, rest.weighted + target.weighted};
   // At most 0: the sum holds 2^0 = 1 of the maximum. A row of -inf: -inf - -inf = NaN.
-  const float shifted = (in.target_logit - row.maximum) * args.inverse_temperature;
+  const float shifted = (in.target_logit - maximum) * args.inverse_temperature;
+  const float log_sum = shifted == 0 ? log1pf(rest.sum) : logf(row.sum);
   const float logprob = shifted - log_sum;
   const float entropy = log_sum - GRPO_LN2 * row.weighted / row.sum;
   terms = token_terms(args, in, logprob, entropy);

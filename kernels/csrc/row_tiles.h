@@ -90,7 +90,9 @@ struct Row {
   typename T::Bits* columns;  // of the row's column 0
   Vec16* body;                // of its first vector
   int head, vectors, tail;
-  int shared;  // vectors in shared memory
+  int shared;         // vectors in shared memory
+  int target;         // column, or -1 where it is outside the vocabulary
+  int target_vector;  // which vector of the body holds it, or -1
 };
 
 template <class T>
@@ -106,6 +108,10 @@ GRPO_HD Row<T> row_at(const GrpoRowsArgs& args, int64_t row, int in_registers, i
   out.body = reinterpret_cast<Vec16*>(out.columns + out.head);
   const int beyond = out.vectors - in_registers;
   out.shared = beyond <= 0 ? 0 : beyond < capacity ? beyond : capacity;
+  const int64_t target = args.targets[row];
+  out.target = target < 0 || target >= args.vocab ? -1 : int(target);
+  const int in_body = out.target - out.head;
+  out.target_vector = in_body >= 0 && in_body < out.vectors * T::PER_VECTOR ? in_body / T::PER_VECTOR : -1;
   return out;
 }
 
@@ -116,13 +122,11 @@ GRPO_HD int scalar_column(const Row<T>& row, int thread) {
   return thread < row.head + row.tail ? thread + row.vectors * T::PER_VECTOR : -1;
 }
 
-// The thread that writes a column.
+// The thread that writes the target's column.
 template <class T>
-GRPO_HD int owner(const Row<T>& row, int column, int threads) {
-  if (column < row.head) return column;
-  const int in_body = column - row.head;
-  if (in_body >= row.vectors * T::PER_VECTOR) return column - row.vectors * T::PER_VECTOR;
-  return in_body / T::PER_VECTOR % threads;
+GRPO_HD int target_owner(const Row<T>& row, int threads) {
+  if (row.target_vector >= 0) return row.target_vector % threads;
+  return row.target < row.head ? row.target : row.target - row.vectors * T::PER_VECTOR;
 }
 
 GRPO_HD Vec16 load_vector(const Vec16* from) {
@@ -158,6 +162,21 @@ GRPO_HD void wait_for_copies() {
 #endif
 }
 
+// The target, out of the statistics until finish_row: -inf adds nothing. One comparison a vector; the branch is taken
+// once a row. What the second pass makes of the column is overwritten by write_target.
+template <class T>
+GRPO_HD void drop_target(const Row<T>& row, Vec16& vector, int index) {
+  if (index != row.target_vector) return;
+  const int element = (row.target - row.head) % T::PER_VECTOR;
+  uint32_t mask = 0xffffffffu;
+  if (T::PER_VECTOR == 8) mask = element % 2 ? 0xffff0000u : 0x0000ffffu;
+  GRPO_UNROLL
+  for (int i = 0; i < 4; ++i) {  // a select, not an index known at run time: that would move the vector to the stack
+    const uint32_t drop = i == element / (T::PER_VECTOR / 4) ? mask : 0u;
+    vector.words[i] = (vector.words[i] & ~drop) | (T::MINUS_INFINITY & drop);
+  }
+}
+
 template <class T>
 GRPO_HD void push_vector(Statistics& part, const Vec16& vector, float scale) {
   float values[T::PER_VECTOR];
@@ -181,12 +200,23 @@ GRPO_HD Statistics read_row(const Row<T>& row, int thread, Vec16 (&held)[R], Vec
   for (; v < row.shared; v += THREADS) copy_async(shared + v, rest + v);
   Statistics part = no_statistics();
   GRPO_UNROLL
-  for (int r = 0; r < R; ++r) push_vector<T>(part, held[r], scale);
-  for (; v < beyond; v += THREADS) push_vector<T>(part, load_vector(rest + v), scale);
+  for (int r = 0; r < R; ++r) {
+    drop_target(row, held[r], r * THREADS + thread);
+    push_vector<T>(part, held[r], scale);
+  }
+  for (; v < beyond; v += THREADS) {
+    Vec16 vector = load_vector(rest + v);
+    drop_target(row, vector, R * THREADS + v);
+    push_vector<T>(part, vector, scale);
+  }
   wait_for_copies();
-  for (v = thread; v < row.shared; v += THREADS) push_vector<T>(part, shared[v], scale);
+  for (v = thread; v < row.shared; v += THREADS) {
+    Vec16 vector = shared[v];
+    drop_target(row, vector, R * THREADS + v);
+    push_vector<T>(part, vector, scale);
+  }
   const int column = scalar_column(row, thread);
-  if (column >= 0) {
+  if (column >= 0 && column != row.target) {
     const float logit[1] = {T::load(row.columns[column])};
     push(part, logit, scale);
   }
@@ -225,9 +255,8 @@ GRPO_HD void write_row(
 
 // The target's column once more, by the thread that has just written it, so that the order is the program's.
 template <class T>
-GRPO_HD void write_target(const Row<T>& row, int thread, int threads, int64_t target, const RowGradient& gradient) {
-  if (target < 0 || target >= row.head + row.vectors * T::PER_VECTOR + row.tail) return;
-  if (owner(row, int(target), threads) == thread) row.columns[target] = T::store(gradient.target);
+GRPO_HD void write_target(const Row<T>& row, int thread, int threads, const RowGradient& gradient) {
+  if (row.target >= 0 && target_owner(row, threads) == thread) row.columns[row.target] = T::store(gradient.target);
 }
 
 // A row without gradient, NaN or not.
@@ -241,9 +270,8 @@ GRPO_HD void clear_row(const Row<T>& row, int thread) {
 // All that is known of a row's token but its logits. A target outside the vocabulary makes the row NaN.
 template <class T>
 GRPO_HD TokenInputs token_inputs(const GrpoRowsArgs& args, const Row<T>& row, int64_t index) {
-  const int64_t target = args.targets[index];
   TokenInputs in;
-  in.target_logit = target < 0 || target >= args.vocab ? NAN : T::load(row.columns[target]);
+  in.target_logit = row.target < 0 ? NAN : T::load(row.columns[row.target]);
   in.advantage = args.advantages[index];
   in.weight = args.token_weights[index];
   in.old = args.old_logprobs ? args.old_logprobs[index] : 0.0f;
