@@ -215,7 +215,7 @@ def show(document: dict[str, Any]) -> None:
         print(f"- {name.replace('_', ' ')} (theirs / ours): {'-' if value is None else f'{value:.2f}'}")
     for name, side in sides.items():
         if side["died"]:
-            print(f"- {name} DIED after {len(side['steps'])} finished steps, the last of which is compared: "
+            print(f"- {name} DIED after {len(side['steps'])} finished steps, which are what is compared: "
                   f"{side['died'][:300]}")  # fmt: skip
         if side["warm_up_counted"]:
             print(f"- {name}: the only step is the warm-up, and is counted")
