@@ -6,6 +6,8 @@ far, T the temperature and k = log2(e) / T:
     b_j = (z_j - m) k          s = sum_j 2^b_j          u = sum_j 2^b_j b_j
     logprob = (z_y - m) / T - ln s                      entropy = ln s - ln(2) u / s
 
+The loops leave the target out of s and u; `finish` adds it.
+
 All of it is float32. A logit of -inf adds 0 to s and 0, the limit, to u. NaN is never dropped: it reaches s.
 `grpo_kernels.objective` derives the token objective.
 """
@@ -83,17 +85,6 @@ def push(z, maximum, s, u, k):
 
 
 @triton.jit
-def finish(maximum, s, u, target_logit, inverse_temperature):
-    """logprob, entropy, maximum and ln s from a row's statistics; NaN where s is. Where every logit was -inf: maximum
-    -inf and the rest NaN, as log_softmax has it."""
-    maximum = tl.where(s == s, maximum, s)  # the reduction may have dropped a NaN
-    s = tl.where(maximum == -float("inf"), float("nan"), s)
-    log_sum = tl.log(s)
-    logprob = (target_logit - maximum) * inverse_temperature - log_sum
-    return logprob, log_sum - LN2 * u / s, maximum, log_sum
-
-
-@triton.jit
 def expm1(x):
     """e^x - 1 without cancellation near 0, by Kahan: with v = e^x as rounded, (v - 1) x / ln v.
 
@@ -105,6 +96,35 @@ def expm1(x):
     special = (v == 1.0) | (v == 0.0) | (v == float("inf"))
     quotient = (v - 1.0) * (x / tl.log(tl.where(special, 2.0, v)))
     return tl.where(special, tl.where(v == 1.0, x, v - 1.0), quotient)
+
+
+@triton.jit
+def log1p(x):
+    """ln(1 + x), 0 <= x < inf, without losing a small x beside the 1: with w = 1 + x as rounded, ln(w) x / (w - 1)."""
+    w = 1.0 + x
+    exact = w == 1.0
+    quotient = tl.log(w) * (x / tl.where(exact, 1.0, w - 1.0))
+    return tl.where(exact, x, quotient)
+
+
+@triton.jit
+def finish(maximum, s, u, target_logit, inverse_temperature):
+    """logprob, entropy, maximum and ln s of a row, from the statistics of all its columns but the target.
+
+    The target joins last: beside its 1 in s, the rest of a confident row (below 6e-8) would be lost, and with it every
+    digit of 1 - p. Where the target is the maximum, ln s = ln(1 + rest), rounded once. NaN where s is; where every
+    logit was -inf the maximum is -inf and all else NaN, as log_softmax has it.
+    """
+    k = inverse_temperature * LOG2E
+    new = tl.maximum(maximum, target_logit)
+    rest, u = rescale(maximum, new, s, u, k)
+    b, e = shifted_exp(target_logit, finite_or_zero(new), k)
+    s = rest + e
+    new = tl.where(s == s, new, s)  # the maximum may have dropped a NaN
+    s = tl.where(new == -float("inf"), float("nan"), s)
+    shifted = (target_logit - new) * inverse_temperature
+    log_sum = tl.where(shifted == 0.0, log1p(rest), tl.log(s))
+    return shifted - log_sum, log_sum - LN2 * (u + e * b) / s, new, log_sum
 
 
 @triton.jit

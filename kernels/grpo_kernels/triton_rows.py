@@ -70,8 +70,11 @@ def rows_config(vocab: int) -> RowsConfig:
 
 
 @triton.jit
-def row_statistics(row_ptr, vocab, column_stride, k, BLOCK: tl.constexpr):
-    """Maximum, s and u (base 2) of the row at `row_ptr`, in one read. Columns from `vocab` on count as -inf, not 0."""
+def row_statistics(row_ptr, vocab, column_stride, target, k, BLOCK: tl.constexpr):
+    """Maximum, s and u (base 2) of all columns but the target of the row at `row_ptr`, in one read.
+
+    Columns from `vocab` on count as -inf, not 0, and so does the target; see `triton_math.finish`.
+    """
     lanes = tl.arange(0, BLOCK)
     maximum = tl.full((), -float("inf"), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
@@ -79,7 +82,8 @@ def row_statistics(row_ptr, vocab, column_stride, k, BLOCK: tl.constexpr):
     for start in range(0, vocab, BLOCK):
         columns = start + lanes
         z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < vocab, other=-float("inf"))
-        maximum, s, u = push(z.to(tl.float32), maximum, s, u, k)
+        z = tl.where(columns == target, -float("inf"), z.to(tl.float32))
+        maximum, s, u = push(z, maximum, s, u, k)
     return maximum, tl.sum(s, axis=0), tl.sum(u, axis=0)
 
 
@@ -141,8 +145,10 @@ def row_stats_kernel(
     """logprob, entropy, maximum and ln s of each row; `stats_ptr` [4, n] float32. Formulas: `triton_math`."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
-    target_logit = tl.load(row_ptr + tl.load(targets_ptr + row) * column_stride).to(tl.float32)
-    maximum, s, u = row_statistics(row_ptr, vocab, column_stride, inverse_temperature * LOG2E, BLOCK)
+    target = tl.load(targets_ptr + row).to(tl.int32)  # as the columns it is compared with
+    target_logit = tl.load(row_ptr + target.to(tl.int64) * column_stride).to(tl.float32)
+    k = inverse_temperature * LOG2E
+    maximum, s, u = row_statistics(row_ptr, vocab, column_stride, target, k, BLOCK)
     logprob, entropy, maximum, log_sum = finish(maximum, s, u, target_logit, inverse_temperature)
     tl.store(stats_ptr + row, logprob)
     tl.store(stats_ptr + num_rows + row, entropy)
@@ -166,7 +172,7 @@ def row_backward_kernel(
         write_zeros(row_ptr, vocab, column_stride, BLOCK)
     else:
         write_gradient(
-            row_ptr, vocab, column_stride, tl.load(targets_ptr + row), tl.load(maximum_ptr + row),
+            row_ptr, vocab, column_stride, tl.load(targets_ptr + row).to(tl.int32), tl.load(maximum_ptr + row),
             tl.load(log_sum_ptr + row), tl.load(entropy_ptr + row), tl.load(logprobs_ptr + row), grad, grad_entropy,
             inverse_temperature, BLOCK, grad_entropy_ptr is not None,
         )  # fmt: skip
@@ -188,13 +194,13 @@ def grpo_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     weight = tl.load(weights_ptr + row)
-    target = tl.load(targets_ptr + row)
+    target = tl.load(targets_ptr + row).to(tl.int32)  # as the columns it is compared with
     # Read before any block is overwritten: the reductions of the first walk are barriers that lie in between.
-    target_logit = tl.load(row_ptr + target * column_stride).to(tl.float32)
+    target_logit = tl.load(row_ptr + target.to(tl.int64) * column_stride).to(tl.float32)
     # An untrained row is not read: a walk over no columns.
     columns = tl.where(weight != 0.0, vocab, 0)
     k = inverse_temperature * LOG2E
-    maximum, s, u = row_statistics(row_ptr, columns, column_stride, k, BLOCK)
+    maximum, s, u = row_statistics(row_ptr, columns, column_stride, target, k, BLOCK)
     logprob, entropy, maximum, log_sum = finish(maximum, s, u, target_logit, inverse_temperature)
 
     old, ref, sampler = 0.0, 0.0, 0.0
