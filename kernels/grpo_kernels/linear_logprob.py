@@ -90,6 +90,8 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         temperature, impl = ctx.settings
         rows = rows_backend(impl)
+        if grad_logprobs is None and grad_entropy is None:
+            return None, None, None, None, None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(grad_entropy)
         # Scaled by a power of two so that float16 gradients of the logits do not underflow; see op 1.
