@@ -29,7 +29,7 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from synthetic import ModelShape, Shape, Side, counts, sample, write_model
-from table import fail, machine, markdown, say
+from table import fail, machine, markdown, number, say
 
 from grpo.batching import Packing
 from grpo.config import UsageError, tyro_cli
@@ -143,6 +143,7 @@ def measure(args: Arguments, points: list[Point], folder: Path, model: ModelShap
     padded = Side(folder, device, Packing(packed=False), context, max_tokens)
     engine = make_engine(packed, context, device)
     episodes = []
+    sample(engine, points[0].shape, model.vocab, 0)  # warms up
     for step, point in enumerate(points):
         say(f"sampling: {point.sweep} {point.value} ({step + 1}/{len(points)})")
         played = sample(engine, point.shape, model.vocab, step)
@@ -184,15 +185,15 @@ def reference_share(
     times: dict[str, list[float]] = {name: [] for name in variants}
     updates: list[float] = []
     sides = {name: Side(folder, device, packing, context, 16384) for name, packing in variants.items()}
-    for number in range(args.rounds + 1):
+    for again in range(args.rounds + 1):
         for name, side in sides.items():
-            say(f"reference, {name}: round {number}/{args.rounds}")
+            say(f"reference, {name}: round {again}/{args.rounds}")
             seconds, logprobs = side.reference_seconds(played.episodes)
-            if number:
+            if again:
                 times[name].append(seconds)
             if side.packing.prefix:
                 update = side.update_seconds(played.episodes, logprobs)
-                if number:
+                if again:
                     updates.append(update)
     update = statistics.median(updates)
     seconds = {name: statistics.median(values) for name, values in times.items()}
@@ -257,7 +258,7 @@ def show(document: dict[str, Any]) -> None:
     ]  # fmt: skip
     print(markdown(header, rows))
     fit = document["microseconds_per"]
-    print("\nFitted: " + ", ".join(f"{value:.4g} us {'once' if name == 'constant' else 'per ' + name}"
+    print("\nFitted: " + ", ".join(f"{number(value)} us {'once' if name == 'constant' else 'per ' + name}"
                                    for name, value in fit.items()))  # fmt: skip
     share = document["reference"]
     print(f"\nThe reference beside an update of {share['update_seconds']:.3g} s and a rollout of "

@@ -110,30 +110,50 @@ def start(name: str, args: Arguments, settings: dict[str, Any]) -> Side:
     return Side(name, python, script, settings, settings["threads"])
 
 
-def play(args: Arguments, settings: dict[str, Any], interleaved: bool) -> dict[str, Side]:
-    """All rounds; a side that died is left out from then on."""
+def ask(side: Side, number: int, rounds: int) -> None:
+    """Step `number`, unless the side has died."""
+    if side.died:
+        return
+    say(f"{side.name}: step {number + 1}/{rounds}")
+    result = side.step()
+    outcome = f"{result['seconds']:.2f} s" if result else f"died: {side.died}"
+    say(f"{side.name}: step {number + 1}/{rounds}: {outcome}")
 
-    def ask(side: Side, number: int) -> None:
-        say(f"{side.name}: step {number + 1}/{args.rounds}")
-        result = side.step()
-        say(f"{side.name}: step {number + 1}/{args.rounds}: "
-            + (f"{result['seconds']:.2f} s" if result else f"died: {side.died}"))  # fmt: skip
 
-    sides: dict[str, Side] = {}
-    if not interleaved:
-        for name in ("ours", "trl"):
-            with start(name, args, settings) as side:
-                sides[name] = side
-                for number in range(args.rounds):
-                    if not side.died:
-                        ask(side, number)
-        return sides
-    with start("ours", args, settings) as ours, start("trl", args, settings) as theirs:
+def alone(name: str, args: Arguments, settings: dict[str, Any]) -> Side:
+    """All rounds of one side."""
+    with start(name, args, settings) as side:
         for number in range(args.rounds):
-            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                if not side.died:
-                    ask(side, number)
-    return {"ours": ours, "trl": theirs}
+            ask(side, number, args.rounds)
+    return side
+
+
+def easier(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings with which TRL needs less memory next: half as many episodes at once (accumulated to the same
+    step), at last gradient checkpointing. None: nothing left to try."""
+    rows = settings["trl_batch"] or settings["case"]["groups"] * settings["case"]["group_size"]
+    if rows % 2 == 0:
+        return settings | {"trl_batch": rows // 2}
+    return None if settings["trl_checkpointing"] else settings | {"trl_checkpointing": True}
+
+
+def play(args: Arguments, settings: dict[str, Any], interleaved: bool) -> tuple[dict[str, Side], list[str]]:
+    """All rounds; a side that died is left out from then on. Where TRL's was killed before it finished a step, it is
+    run again, alone, with settings that need less memory. Returns the sides and what became of such attempts."""
+    attempts: list[str] = []
+    if interleaved:
+        with start("ours", args, settings) as ours, start("trl", args, settings) as theirs:
+            for number in range(args.rounds):
+                for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+                    ask(side, number, args.rounds)
+    else:
+        ours, theirs = alone("ours", args, settings), alone("trl", args, settings)
+    while theirs.died and not theirs.steps and ("memory" in theirs.died.lower()) and (settings := easier(settings)):
+        attempts.append(f"died in its first step with at least {theirs.peak_seen / 1e6:.0f} MB: {theirs.died[:200]}")
+        say(f"trl: again, with {settings['trl_batch'] or 'all'} episodes at once"
+            + (" and gradient checkpointing" if settings["trl_checkpointing"] else ""))  # fmt: skip
+        theirs = alone("trl", args, settings)
+    return {"ours": ours, "trl": theirs}, attempts
 
 
 def counted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,6 +233,8 @@ def show(document: dict[str, Any]) -> None:
                  "peak_memory_ratio"):  # fmt: skip
         value = document[name]
         print(f"- {name.replace('_', ' ')} (theirs / ours): {'-' if value is None else f'{value:.2f}'}")
+    for attempt in document["failed_attempts"]:
+        print(f"- an earlier attempt of trl {attempt}; its settings were then changed to those shown")
     for name, side in sides.items():
         if side["died"]:
             print(f"- {name} DIED after {len(side['steps'])} finished steps, which are what is compared: "
@@ -232,7 +254,8 @@ def compare(args: Arguments, case: Case, device: str) -> dict[str, Any]:
                         trl_checkpointing=args.trl_checkpointing)  # fmt: skip
         interleaved = interleave(args, Path(model), device)
         began = time.perf_counter()
-        sides = {name: summary(side) for name, side in play(args, settings, interleaved).items()}
+        played, attempts = play(args, settings, interleaved)
+        sides = {name: summary(side) for name, side in played.items()}
     pairs = list(zip(sides["ours"]["steps"], sides["trl"]["steps"]))
     return {
         "benchmark": "step_vs_trl",
@@ -243,6 +266,7 @@ def compare(args: Arguments, case: Case, device: str) -> dict[str, Any]:
         "machine": machine(device, threads),
         "versions_here": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "wall_seconds": time.perf_counter() - began,
+        "failed_attempts": attempts,
         "sides": sides,
     }
 

@@ -162,3 +162,38 @@ def test_ratios_of_a_side_that_died():
     ours = made_up([3, 2, 2], 1, 100, 1e9)
     assert step_vs_trl.ratios(ours, made_up([9], 3, 100, 2e9))["step_time_ratio"] == 3
     assert step_vs_trl.ratios(ours, made_up([], 3, 100, None))["step_time_ratio"] is None
+
+
+class FakeSide:
+    """Stands for a worker: TRL's is killed unless it has at most two episodes at once and checkpointing."""
+
+    def __init__(self, name: str, settings: dict, reason: str):
+        self.name, self.settings, self.steps, self.died, self.peak_seen = name, settings, [], "", 7_000_000
+        self.fits = name == "ours" or settings["trl_batch"] == 1 and settings["trl_checkpointing"]
+        self.reason = reason
+
+    def step(self):
+        if not self.fits:
+            self.died = self.reason
+            return None
+        self.steps.append({"seconds": 1.0})
+        return self.steps[-1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("reason, attempts", [("killed: out of memory", 4), ("ImportError: no such name", 0)])
+def test_trl_is_run_again_where_memory_ran_out(monkeypatch, interleaved, reason, attempts):
+    """8 -> 4 -> 2 -> 1 episodes at once, then checkpointing; another error than memory is only reported."""
+    monkeypatch.setattr(step_vs_trl, "start", lambda name, args, settings: FakeSide(name, settings, reason))
+    settings = dict(case=dataclasses.asdict(cases.CASES["a"]), trl_batch=0, trl_checkpointing=False)
+    played, failed = step_vs_trl.play(step_vs_trl.Arguments(rounds=2), settings, interleaved)
+    assert len(failed) == attempts and all(reason in line and "7 MB" in line for line in failed)
+    assert len(played["ours"].steps) == 2
+    assert len(played["trl"].steps) == (2 if attempts else 0)
+    assert played["trl"].died == ("" if attempts else reason)
