@@ -92,12 +92,7 @@ class Case:
         """The launch configuration in words."""
         blocks = " x ".join(str(value) for name, value in self.launch.items() if name.startswith("BLOCK"))
         stages = self.launch["num_stages"]
-        return f"block {blocks}, {self.launch['num_warps']} warps" + (f", {stages} stages" if stages > 1 else "")
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What a line of the README's table stands for."""
-        return self.kernel.__name__, self.config, f"sm_{self.sm}"
+        return f"block {blocks}, warps {self.launch['num_warps']}" + (f", stages {stages}" if stages > 1 else "")
 
 
 def cases(sm: int) -> Iterator[Case]:
@@ -199,15 +194,20 @@ def measure(case: Case) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def cuda_rows(sm: int) -> list[dict[str, Any]]:
-    """The CUDA C++ kernels, from ptxas; shared memory is the static part, the row itself comes at launch."""
+def load_build() -> Any:
+    """kernels/csrc/build.py, which is no package."""
     specification = importlib.util.spec_from_file_location("grpo_build", KERNELS / "csrc" / "build.py")
     build = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(build)
-    nvcc, found = build.find_nvcc(), []
-    for source in sorted((KERNELS / "csrc").glob("*.cu")) if nvcc else ():
+    return build
+
+
+def cuda_rows(sm: int, nvcc: str) -> list[dict[str, Any]]:
+    """The CUDA C++ kernels, from ptxas; shared memory is the static part, the row itself comes at launch."""
+    found = []
+    for source in sorted((KERNELS / "csrc").glob("*.cu")):
         with tempfile.TemporaryDirectory() as folder:
-            command = [nvcc, *build.NVCC_FLAGS, f"-arch=sm_{sm}", "-cubin", "-Xptxas", "-v"]
+            command = [nvcc, *load_build().NVCC_FLAGS, f"-arch=sm_{sm}", "-cubin", "-Xptxas", "-v"]
             command += ["-o", f"{folder}/out.cubin", str(source)]
             text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         for name, body in re.findall(r"entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", text, re.S):
@@ -262,18 +262,12 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [*head, *lines])
 
 
-def written_keys(text: str) -> set[tuple[str, ...]]:
-    """Kernel, launch and chip of each line of the table between the markers of the README."""
-    table = text.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
-    return {tuple(cell.strip() for cell in line.strip("|").split("|"))[:3] for line in table if line.startswith("|")}
-
-
 def write_readme(lines: list[tuple[str, ...]]) -> None:
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     note = (
-        f"Compiled with Triton {triton.__version__}; each number is the largest of the group's variants. Shared memory\n"
-        "of the CUDA C++ kernel: without the part of the row that it keeps there, which depends on the vocabulary."
+        f"Compiled with Triton {triton.__version__}; each number is the largest of the group's variants. The CUDA C++\n"
+        "kernel also keeps a part of the row in shared memory, as much as the vocabulary needs and the chip has."
     )
     README.write_text(f"{before}{BEGIN}\n{markdown(lines)}\n\n{note}\n{END}{after}")
 
@@ -281,17 +275,21 @@ def write_readme(lines: list[tuple[str, ...]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="regenerate the table of kernels/README.md")
-    parser.add_argument("--no-cuda", action="store_true", help="leave the CUDA C++ kernels out")
     options = parser.parse_args()
+    nvcc = load_build().find_nvcc()
+    if options.write and not nvcc:
+        parser.error("--write needs nvcc: without it the table would lose the CUDA C++ kernel")
     # Of the chips with less shared memory only the large tile, whose pipeline is shorter there.
     work = [*cases(80), *cases(90), next(tile_cases(86))]
     measured = []
     for i, case in enumerate(work):
         say(f"{i + 1} of {len(work)}: {case.kernel.__name__} for sm_{case.sm}, {case.variant}")
         measured.append(measure(case))
-    if not options.no_cuda:
+    if nvcc:
         say("CUDA C++")
-        measured += [row for sm in (80, 90) for row in cuda_rows(sm)]
+        measured += [row for sm in (80, 90) for row in cuda_rows(sm, nvcc)]
+    else:
+        print("nvcc not found: the CUDA C++ kernel is left out", file=sys.stderr)
     say("")
     lines = summary(measured)
     if Console().is_terminal:
