@@ -10,8 +10,8 @@
 // with g = dL/dlogprob and h = dL/dentropy of the token objective (grpo_kernels/objective.py, followed line by line).
 // Base 2, because the hardware's exponential is: one multiplication a logit less than with e.
 //
-// The passes leave the target out, and it joins in finish_row: s = 2^t_y + rest. Where it is the maximum its log-prob is
-// -log1p(rest), which keeps its digits as p -> 1; next to the 1 in s a rest of 1e-8 would be lost, and with it the
+// The passes leave the target out, and it joins in finish_row: s = 2^t_y + rest. Where it is the maximum its log-prob
+// is -log1p(rest), which keeps its digits as p -> 1; next to the 1 in s a rest of 1e-8 would be lost, and with it the
 // row's whole gradient.
 #pragma once
 

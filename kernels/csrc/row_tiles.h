@@ -49,7 +49,8 @@ inline int64_t shared_budget(const Variant& variant, int64_t limit) {
 
 // Vectors of shared memory that a row of `vectors` needs; the budget caps it.
 inline int64_t shared_capacity(const Variant& variant, int64_t vectors, int64_t limit) {
-  const int64_t beyond = vectors - int64_t(variant.threads) * variant.registers, budget = shared_budget(variant, limit) / 16;
+  const int64_t beyond = vectors - int64_t(variant.threads) * variant.registers;
+  const int64_t budget = shared_budget(variant, limit) / 16;
   return beyond <= 0 ? 0 : beyond < budget ? beyond : budget;
 }
 
@@ -57,7 +58,8 @@ inline int64_t shared_capacity(const Variant& variant, int64_t vectors, int64_t 
 inline int choose_variant(int64_t vectors, int64_t limit) {
   for (int i = 0; i < DEVICE_VARIANTS; ++i) {
     const int64_t in_registers = int64_t(VARIANTS[i].threads) * VARIANTS[i].registers;
-    if (shared_budget(VARIANTS[i], limit) >= 0 && vectors <= in_registers + shared_budget(VARIANTS[i], limit) / 16) return i;
+    const int64_t budget = shared_budget(VARIANTS[i], limit);
+    if (budget >= 0 && vectors <= in_registers + budget / 16) return i;
   }
   return DEVICE_VARIANTS - 1;
 }
@@ -65,7 +67,8 @@ inline int choose_variant(int64_t vectors, int64_t limit) {
 inline int64_t vectors_of(int64_t vocab, int32_t dtype) { return vocab / (dtype == GRPO_FLOAT32 ? 4 : 8); }
 
 // What grpo_rows and grpo_rows_plan check and choose. 0 or a GrpoError.
-inline int choose(int64_t rows, int64_t vocab, int64_t stride, int32_t dtype, int64_t limit, int variants, int* variant) {
+inline int choose(
+    int64_t rows, int64_t vocab, int64_t stride, int32_t dtype, int64_t limit, int variants, int* variant) {
   if (dtype < GRPO_FLOAT32 || dtype > GRPO_FLOAT16) return GRPO_BAD_DTYPE;
   if (rows < 0 || rows >> 31 || vocab < 1 || vocab >> 31 || stride < vocab) return GRPO_BAD_SIZE;
   if (*variant == -1) *variant = choose_variant(vectors_of(vocab, dtype), limit);
