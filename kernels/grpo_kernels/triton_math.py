@@ -128,6 +128,24 @@ def finish(maximum, s, u, target_logit, inverse_temperature):
 
 
 @triton.jit
+def kl_terms(gap, ratio, ratio_slope, KL: tl.constexpr):
+    """k3 for the report, then the estimator of the loss and its derivative, from gap = ref - logprob."""
+    cut = tl.where(gap > MAX_LOG_RATIO, MAX_LOG_RATIO, gap)
+    growth = expm1(cut)
+    k3 = growth - cut
+    k3_slope = tl.where(gap <= MAX_LOG_RATIO, -growth, 0.0)
+    if KL == "k1":
+        value, slope = -gap, tl.where(gap == gap, 1.0, 1.0)  # a one in the shape of gap
+    elif KL == "k2":
+        value, slope = 0.5 * gap * gap, -gap
+    elif KL == "k3_ratio":
+        value, slope = ratio * k3, ratio_slope * k3 + ratio * k3_slope
+    else:
+        value, slope = k3, k3_slope
+    return k3, value, slope
+
+
+@triton.jit
 def token_objective(
     x, entropy, advantage, weight, old, ref, sampler,
     ratio_low, ratio_high, delta, tau_positive, tau_negative, beta, entropy_coef, mismatch_cap,
@@ -186,23 +204,10 @@ def token_objective(
 
     kl = tl.where(trained, 0.0, 0.0)
     if HAS_REF:
-        gap = tl.where(trained, ref, 0.0) - x
-        cut_gap = tl.where(gap > MAX_LOG_RATIO, MAX_LOG_RATIO, gap)
-        growth = expm1(cut_gap)
-        kl = growth - cut_gap
-        k3_slope = tl.where(gap <= MAX_LOG_RATIO, -growth, 0.0)
-        if KL == "k1":
-            loss += beta * -gap
-            grad += beta
-        elif KL == "k2":
-            loss += beta * (0.5 * gap * gap)
-            grad += beta * -gap
-        elif KL == "k3":
-            loss += beta * kl
-            grad += beta * k3_slope
-        elif KL == "k3_ratio":
-            loss += beta * (ratio * kl)
-            grad += beta * (ratio_slope * kl + ratio * k3_slope)
+        kl, value, kl_slope = kl_terms(tl.where(trained, ref, 0.0) - x, ratio, ratio_slope, KL)
+        if KL != "none":
+            loss += beta * value
+            grad += beta * kl_slope
     loss -= entropy_coef * entropy
 
     # Clip bits: CLIP_LOW 1, CLIP_HIGH 2, CLIP_DUAL 4 of grpo_kernels.objective.
