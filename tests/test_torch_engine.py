@@ -223,7 +223,7 @@ def test_only_unique_tokens_are_computed():
     """The system prefix once, each group's prompt once, each member's last prompt token, and then each token once."""
     model = toy.make_model(TOKENIZER)
     episodes = episodes_of(groups=3, members=4)
-    engine = engine_for(model, slots=64)
+    engine = engine_for(model, slots=64, draft_length=0)
     fed = []
     handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].numel()))
     play(engine, episodes)

@@ -25,9 +25,10 @@ ROW_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Who is who among the N tokens of one forward: first the chunks, one after the other, then n single tokens.
+    """Who is who among the N tokens of one forward: first the chunks, one after the other, then w tokens of each of n
+    rows: its last one and what is drafted behind it.
 
-    Example: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it feeds::
+    Example, w = 1: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it feeds::
 
         flat tokens   [reply 0, reply 1 | row 0's last, reply 2]
         chunks        [(0, 2, row 1, mask of positions 4 and 5)]
@@ -35,14 +36,14 @@ class Layout:
     """
 
     chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
-    row_mask: torch.Tensor  # [n, 1, 1, K], 0 where a row attends and -inf elsewhere
+    row_mask: torch.Tensor  # [n, 1, w, K], 0 where a token attends and -inf elsewhere
 
 
 class SlotCache(Cache):
     """KV of the live slots: per layer two tensors [rows, H_kv, capacity, d], made at the first forward.
 
-    `rows` follows the number of live rows, at most `slots`, and `capacity` the longest of them, so that neither 64 slots
-    nor a model with 40k positions cost memory that nobody uses.
+    `rows` follows the number of live rows, at most `slots`, and `capacity` the longest of them, so that neither 64
+    slots nor a model with 40k positions cost memory that nobody uses.
     """
 
     def __init__(self, slots: int, dtype: torch.dtype):
@@ -112,10 +113,10 @@ def slot_attention(
     for start, stop, row, mask in slot_layout.chunks:
         keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
         outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
-    n, _, _, length = slot_layout.row_mask.shape
-    last = query[0, :, -n:].transpose(0, 1)[:, :, None]  # [n, H, 1, d]
-    output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, 1, H, d]
-    outputs.append(output.transpose(0, 1))
+    n, _, width, length = slot_layout.row_mask.shape
+    last = query[0, :, -n * width :].unflatten(1, (n, width)).transpose(0, 1)  # [n, H, w, d]
+    output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, w, H, d]
+    outputs.append(output.flatten(0, 1)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
