@@ -39,7 +39,7 @@ def interpreted(impl: str) -> bool:
 
 @pytest.mark.parametrize(
     ("rows", "dim", "vocab"),
-    [(6, 5, 1), (0, 8, 7), (1, 33, 7), (127, 8, 7), (129, 8, 7), (6, 8, 1000), (6, 40, 1025)],
+    [(6, 5, 1), (0, 8, 7), (1, 33, 7), (127, 8, 7), (129, 8, 7), (12, 8, 1000), (6, 40, 1025)],
 )
 @by_impl
 @pytest.mark.parametrize("op", OPS)

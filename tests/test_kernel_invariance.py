@@ -70,7 +70,8 @@ def test_chunks_cover_every_row_once():
             parts = list(chunking.chunks(num_rows, rows))
             assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
             sizes = [part.stop - part.start for part in parts]
-            assert not sizes or (max(sizes) <= rows and max(sizes) - min(sizes) <= 1)
+            assert len(sizes) == -(-num_rows // rows) and max(sizes, default=0) <= rows
+    assert [part.stop - part.start for part in chunking.chunks(129, 128)] == [80, 49]  # even, in whole cache lines
 
 
 @by_impl

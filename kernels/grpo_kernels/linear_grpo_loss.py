@@ -98,8 +98,10 @@ class _LinearGrpoLoss(torch.autograd.Function):
         ctx.stash = None
         d_hidden, d_weight, scale = stash
         factor = upstream * scale  # a tensor: no wait for the device
-        d_hidden = None if d_hidden is None else d_hidden.mul_(factor)
-        d_weight = None if d_weight is None else d_weight.mul_(factor).to(weight.dtype)
+        if factor.is_cuda or factor.item() != 1:  # on a CPU one may look, and spare a pass over dW
+            d_hidden = None if d_hidden is None else d_hidden.mul_(factor)
+            d_weight = None if d_weight is None else d_weight.mul_(factor)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None, None, None, None, None, None
 
 
@@ -120,23 +122,26 @@ def one_pass(
     num_rows, vocab = len(hidden), len(weight)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     weight = weight.to(hidden.dtype)
-    # The loss is linear in the weights: dividing them by a power of two keeps float16 dlogits (w p is 1e-8 and less)
-    # from underflowing, and is exact. 16 leaves room above for ratios up to 1000.
-    largest = torch.cat([tokens["token_weights"].abs(), tokens["token_weights"].new_full((1,), 1e-30)]).amax()
-    scale = torch.exp2(torch.ceil(torch.log2(largest)) - 4)
-    tokens = dict(tokens, token_weights=tokens["token_weights"] / scale)
+    scale = torch.ones((), dtype=dtype, device=hidden.device)
+    if hidden.dtype == torch.float16:
+        # The loss is linear in the weights: dividing them by a power of two keeps dlogits (w p is 1e-8 and less) from
+        # underflowing, and is exact. 16 leaves room above for ratios up to 1000.
+        smallest = tokens["token_weights"].new_full((1,), 1e-30)
+        largest = torch.cat([tokens["token_weights"].abs(), smallest]).amax()
+        scale = torch.exp2(torch.ceil(torch.log2(largest)) - 4)
+        tokens = dict(tokens, token_weights=tokens["token_weights"] / scale)
     trained = (tokens["token_weights"] != 0)[:, None]  # [N, 1]
 
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
     d_weight = weight.new_empty(weight.shape, dtype=dtype) if needs[1] else None
     if not num_rows and needs[1]:
         d_weight.zero_()
-    buffer = hidden.new_empty(min(num_rows, chunking.chunk_rows(vocab, hidden.dtype, hidden.device)), vocab)
-    parts = []
-    for part in chunking.chunks(num_rows, max(1, len(buffer))):
+    most = max(1, min(num_rows, chunking.chunk_rows(vocab, hidden.dtype, hidden.device)))
+    buffer, parts = chunking.logits_buffer(most, weight), []
+    for part in chunking.chunks(num_rows, most):
         # An untrained row may hold NaN, and 0 * NaN would reach dW: it is replaced, not multiplied away.
         inputs = torch.where(trained[part], hidden[part], 0)  # [n, D]
-        logits = torch.mm(inputs, weight.T, out=buffer[: len(inputs)])  # [n, V]
+        logits = chunking.logits_of(inputs, weight, buffer)  # [n, V]
         of_chunk = {name: None if t is None else t[part] for name, t in tokens.items()}
         parts.append(
             rows.grpo_rows_(

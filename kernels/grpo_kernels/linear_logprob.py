@@ -44,12 +44,13 @@ def _score(impl: str, hidden: Tensor, weight: Tensor, targets: Tensor, temperatu
 
         return linear_logprob_stats(hidden, weight, targets, temperature)
     rows, parts = chunking.SCORING_ROWS, []
-    logits = hidden.new_empty(rows, len(weight))
+    buffer = chunking.logits_buffer(rows, weight)
     for first in range(0, len(hidden), rows):
         count = min(rows, len(hidden) - first)
         inputs = torch.nn.functional.pad(hidden[first : first + count], (0, 0, 0, rows - count))
-        torch.mm(inputs, weight.T, out=logits)
-        parts.append(torch_rows.logprob_rows(logits[:count], targets[first : first + count], temperature))
+        of_chunk = torch.nn.functional.pad(targets[first : first + count], (0, rows - count))
+        stats = torch_rows.logprob_rows(chunking.logits_of(inputs, weight, buffer), of_chunk, temperature)
+        parts.append(torch_rows.RowStats(*(field[:count] for field in stats)))
     return torch_rows.RowStats(*map(torch.cat, zip(*parts))) if parts else torch_rows.empty_stats(hidden)
 
 
@@ -105,12 +106,11 @@ class _LinearLogprob(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=wide) if needs_weight else None
-        buffer = hidden.new_empty(
-            min(len(hidden), chunking.chunk_rows(len(weight), hidden.dtype, hidden.device)), len(weight)
-        )
-        for part in chunking.chunks(len(hidden), max(1, len(buffer))):
+        most = max(1, min(len(hidden), chunking.chunk_rows(len(weight), hidden.dtype, hidden.device)))
+        buffer = chunking.logits_buffer(most, compute_weight)
+        for part in chunking.chunks(len(hidden), most):
             inputs = torch.where(idle[part], 0, hidden[part])
-            logits = torch.mm(inputs, compute_weight.T, out=buffer[: len(inputs)])
+            logits = chunking.logits_of(inputs, compute_weight, buffer)
             # Not the statistics of the forward pass: its logits were rounded elsewhere (a GEMM of another shape, or
             # never to 16 bits), and in a peaked row the difference is as large as the gradient.
             of_chunk = rows.logprob_rows(logits, targets[part], temperature)

@@ -12,7 +12,7 @@ maximum its log-prob is then -log1p(rest), which keeps its digits as p -> 1, and
 to the 1 in s, a rest of 1e-8 would be lost, and the row's whole gradient with it.
 
 Traffic on a CPU: rows are taken a few at a time, so that the passes over them (max; shift; exp; two sums; write) run in
-cache and main memory sees one read and one write of the tile.
+cache and main memory sees one read and one write of the tile. A tile stored column by column goes to `torch_columns`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels import torch_columns
 from grpo_kernels.objective import Objective, TokenStats, token_terms
+from grpo_kernels.torch_columns import MIN_SHIFTED
 
 # Float32 bytes of one group of rows: with its twin (the exponentials) this stays in the last-level cache of one core.
 ROWS_BYTES = 5 << 19
-# exp of this is 0 even in float64. Shifted logits are cut here, so that 0 * -inf never occurs.
-MIN_SHIFTED = -1000.0
 
 
 class RowStats(NamedTuple):
@@ -45,60 +45,66 @@ class RowStats(NamedTuple):
 class _Rows(NamedTuple):
     rows: slice
     targets: Tensor  # [k, 1]
-    target_shifted: Tensor  # a_y, not cut, [k, 1]
     shifted: Tensor  # a, [k, V]
     exponentials: Tensor  # e^a, [k, V]
-    rest: Tensor  # the sum of the exponentials but the target's, [k, 1]
-    total: Tensor  # s, [k, 1]
-    maximum: Tensor  # m, [k, 1]
+    stats: RowStats  # [k]
+    total: Tensor  # s, [k]
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float, inplace: bool) -> Iterator[_Rows]:
-    """Shifted logits and exponentials of a few rows at a time. `inplace` may use the logits' memory for the former."""
+def _finish(target_shifted: Tensor, rest: Tensor, weighted: Tensor, maximum: Tensor) -> tuple[RowStats, Tensor]:
+    """Statistics and s from a_y, the sum of the other exponentials, u and m, [n] each."""
+    total = rest + target_shifted.clamp(min=MIN_SHIFTED).exp()
+    log_sum = total.log()
+    logprobs = torch.where(target_shifted == 0, -torch.log1p(rest), target_shifted - log_sum)
+    return RowStats(logprobs, log_sum - weighted / total, maximum, log_sum), total
+
+
+def _groups(logits: Tensor, targets: Tensor, temperature: float, inplace: bool) -> Iterator[_Rows]:
+    """Statistics, shifted logits and exponentials of a few rows at a time. `inplace` may use the logits' memory."""
     num_rows, vocab = logits.shape
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = _wide(logits)
     step = max(1, ROWS_BYTES // (4 * vocab))
     exponentials = logits.new_empty(min(step, num_rows), vocab, dtype=dtype)
     spare = None if inplace and logits.dtype == dtype else torch.empty_like(exponentials)
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
-        tile, exps = logits[rows], exponentials[: rows.stop - first]
-        maximum = tile.amax(-1, keepdim=True).to(dtype)
+        exps, of_rows = exponentials[: rows.stop - first], targets[rows, None]
+        # 16-bit logits are widened once; a maximum over them would cost more than the copy.
+        wide = logits[rows] if spare is None else spare[: rows.stop - first].copy_(logits[rows])
+        maximum = wide.amax(-1, keepdim=True)
         # Before the cut below: a target a thousand nats down has a log-prob all the same.
-        target_shifted = (tile.gather(1, targets[rows, None]) - maximum) * (1.0 / temperature)
-        if spare is None:
-            shifted = tile.sub_(maximum)
-        else:
-            shifted = torch.sub(spare[: rows.stop - first].copy_(tile), maximum, out=spare[: rows.stop - first])
+        target_shifted = (wide.gather(1, of_rows) - maximum) * (1.0 / temperature)
+        shifted = wide.sub_(maximum)
         if temperature != 1.0:
             shifted.mul_(1.0 / temperature)
         shifted.clamp_(min=MIN_SHIFTED)
-        torch.exp(shifted, out=exps)
-        of_target = exps.gather(1, targets[rows, None])
-        rest = exps.scatter_(1, targets[rows, None], 0).sum(-1, keepdim=True)
-        exps.scatter_(1, targets[rows, None], of_target)
-        yield _Rows(rows, targets[rows, None], target_shifted, shifted, exps, rest, rest + of_target, maximum)
+        of_target = torch.exp(shifted, out=exps).gather(1, of_rows)
+        rest = exps.scatter_(1, of_rows, 0).sum(-1)
+        exps.scatter_(1, of_rows, of_target)
+        # u as a dot product: it needs no third buffer, and vecdot runs at the speed of memory where bmm does not.
+        weighted = torch.linalg.vecdot(exps, shifted)
+        yield _Rows(rows, of_rows, shifted, exps, *_finish(target_shifted[:, 0], rest, weighted, maximum[:, 0]))
 
 
-def _row_stats(each: _Rows) -> RowStats:
-    log_sum = each.total.log()
-    target = each.target_shifted
-    logprobs = torch.where(target == 0, -torch.log1p(each.rest), target - log_sum)
-    # u as a dot product: it needs no third buffer, and vecdot runs at the speed of memory where bmm does not.
-    entropy = log_sum - torch.linalg.vecdot(each.exponentials, each.shifted)[:, None] / each.total
-    return RowStats(logprobs[:, 0], entropy[:, 0], each.maximum[:, 0], log_sum[:, 0])
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _by_columns(logits: Tensor) -> bool:
+    return torch_columns.is_column_major(logits) and logits.dtype == _wide(logits)
 
 
 def logprob_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> RowStats:
     """Statistics of each row of `logits` [n, V]; `targets` [n] int64. Nothing is overwritten."""
-    parts = [_row_stats(each) for each in _statistics(logits, targets, temperature, inplace=False)]
+    if _by_columns(logits):
+        return _finish(*torch_columns.statistics(logits, targets, temperature))[0]
+    parts = [each.stats for each in _groups(logits, targets, temperature, inplace=False)]
     return RowStats(*map(torch.cat, zip(*parts))) if parts else empty_stats(logits)
 
 
 def empty_stats(logits: Tensor) -> RowStats:
     """The statistics of no rows."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return RowStats(*(logits.new_empty(0, dtype=dtype) for _ in RowStats._fields))
+    return RowStats(*(logits.new_empty(0, dtype=_wide(logits)) for _ in RowStats._fields))
 
 
 def logprob_rows_backward_(
@@ -115,38 +121,67 @@ def logprob_rows_backward_(
 
     1 - p of the target is -expm1(logprob), rounded once. A row whose two gradients are 0 becomes 0, whatever it held.
     """
-    for each in _statistics(logits, targets, temperature, inplace=True):
+    if _by_columns(logits):
+        slope, *_ = coefficients = _coefficients(stats, grad_logprobs, grad_entropy, temperature)
+        if slope is None:
+            torch_columns.statistics(logits, targets, temperature, exponentials=True)
+        return _write_columns(logits, targets, stats, stats.log_sum.exp(), coefficients, temperature)
+    for each in _groups(logits, targets, temperature, inplace=True):
         rows = RowStats(*(field[each.rows] for field in stats))
-        entropy_part = None if grad_entropy is None else grad_entropy[each.rows]
-        _write_gradient(logits, each, rows, grad_logprobs[each.rows], entropy_part, temperature)
+        of_entropy = None if grad_entropy is None else grad_entropy[each.rows]
+        _write_rows(logits, each, _coefficients(rows, grad_logprobs[each.rows], of_entropy, temperature))
     return logits
 
 
-def _write_gradient(
-    logits: Tensor, each: _Rows, stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, temperature: float
-) -> None:
-    total, log_sum = each.total, each.total.log()
-    grad = grad[:, None] / temperature
-    out = logits[each.rows]
-    probability = each.exponentials  # e^a, to be divided by s
-    one_minus = -torch.expm1(stats.logprobs)[:, None]  # of the target
-    at_target = grad * one_minus
-    idle = grad == 0
+class _Coefficients(NamedTuple):
+    """dz_j = e^a_j / s (slope a_j + offset) beside the target, [n] each."""
+
+    slope: Tensor | None
+    offset: Tensor
+    at_target: Tensor
+    idle: Tensor  # bool: the row's gradient is 0
+
+
+def _coefficients(stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, temperature: float) -> _Coefficients:
+    grad = grad / temperature
+    at_target, idle = grad * -torch.expm1(stats.logprobs), grad == 0
     if grad_entropy is None:
-        scale = -grad / total
-        torch.mul(probability, scale, out=out) if out.dtype == scale.dtype else out.copy_(probability.mul_(scale))
+        return _Coefficients(None, -grad, at_target, idle)
+    slope = -grad_entropy / temperature  # of p_j (log p_j + H), where log p_j = a_j - log s
+    of_target = stats.logprobs.exp() * (stats.logprobs.clamp(min=MIN_SHIFTED) + stats.entropy)
+    offset = slope * (stats.entropy - stats.log_sum) - grad
+    return _Coefficients(slope, offset, at_target + slope * of_target, idle & (slope == 0))
+
+
+def _write_rows(logits: Tensor, each: _Rows, by: _Coefficients) -> None:
+    out, total = logits[each.rows], each.total[:, None]
+    if by.slope is None:
+        scale = by.offset[:, None] / total
+        in_place = out.dtype == scale.dtype
+        torch.mul(each.exponentials, scale, out=out) if in_place else out.copy_(each.exponentials.mul_(scale))
     else:
-        slope = -grad_entropy[:, None] / temperature  # of p_j (log p_j + H)
-        idle &= slope == 0
-        offset = stats.entropy[:, None] - log_sum  # log p_j + H = a_j + offset
-        target_shift = each.shifted.gather(1, each.targets) + offset
-        at_target += slope * stats.logprobs.exp()[:, None] * target_shift
-        factor = each.shifted.mul_(slope).add_(slope * offset - grad)
-        out.copy_(probability.mul_(1.0 / total).mul_(factor))
-    out.scatter_(1, each.targets, at_target.to(out.dtype))
-    # 0 * NaN is NaN: a row that is not trained is overwritten, not multiplied away. Asking a GPU would wait for it.
-    if out.is_cuda or bool(idle.any()):
-        out.masked_fill_(idle, 0)
+        factor = each.shifted.mul_(by.slope[:, None]).add_(by.offset[:, None])
+        out.copy_(each.exponentials.mul_(1.0 / total).mul_(factor))
+    out.scatter_(1, each.targets, by.at_target[:, None].to(out.dtype))
+    _clear(out, by.idle)
+
+
+def _write_columns(
+    logits: Tensor, targets: Tensor, stats: RowStats, total: Tensor, by: _Coefficients, temperature: float
+) -> Tensor:
+    if by.slope is None:
+        torch_columns.scale_exponentials_(logits, by.offset / total)
+    else:
+        torch_columns.write_gradient(logits, stats.maximum, total, by.slope, by.offset, temperature)
+    logits[torch.arange(len(targets), device=targets.device), targets] = by.at_target
+    _clear(logits, by.idle)
+    return logits
+
+
+def _clear(logits: Tensor, idle: Tensor) -> None:
+    """0 * NaN is NaN: a row that is not trained is overwritten, not multiplied away. Asking a GPU would wait for it."""
+    if logits.is_cuda or bool(idle.any()):
+        logits.masked_fill_(idle[:, None], 0)
 
 
 def grpo_rows_(
@@ -167,25 +202,32 @@ def grpo_rows_(
     All other tensors are [n], `targets` int64, the rest float32 (float64 with float64 logits). Without `backward` the
     content of `logits` is undefined afterwards.
     """
-    parts = []
-    for each in _statistics(logits, targets, temperature, inplace=True):
-        stats = _row_stats(each)
+    named = dict(
+        advantages=advantages,
+        token_weights=token_weights,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+    )
 
-        def part(tensor: Tensor | None, rows: slice = each.rows) -> Tensor | None:
-            return None if tensor is None else tensor[rows]
+    def terms(stats: RowStats, rows: slice) -> tuple[TokenStats, _Coefficients]:
+        part = {name: None if tensor is None else tensor[rows] for name, tensor in named.items()}
+        tokens, grad, grad_entropy = token_terms(stats.logprobs, stats.entropy, objective=objective, **part)
+        grad_entropy = grad_entropy if objective.entropy_coef else None
+        return tokens, _coefficients(stats, grad, grad_entropy, temperature)
 
-        tokens, grad, grad_entropy = token_terms(
-            stats.logprobs,
-            stats.entropy,
-            advantages=advantages[each.rows],
-            token_weights=token_weights[each.rows],
-            objective=objective,
-            old_logprobs=part(old_logprobs),
-            ref_logprobs=part(ref_logprobs),
-            sampler_logprobs=part(sampler_logprobs),
-        )
+    if _by_columns(logits):
+        exponentials = backward and not objective.entropy_coef
+        stats, total = _finish(*torch_columns.statistics(logits, targets, temperature, exponentials))
+        tokens, coefficients = terms(stats, slice(None))
         if backward:
-            _write_gradient(logits, each, stats, grad, grad_entropy if objective.entropy_coef else None, temperature)
+            _write_columns(logits, targets, stats, total, coefficients, temperature)
+        return tokens
+    parts = []
+    for each in _groups(logits, targets, temperature, inplace=True):
+        tokens, coefficients = terms(each.stats, each.rows)
+        if backward:
+            _write_rows(logits, each, coefficients)
         parts.append(tokens)
     return concatenate(parts)
 
