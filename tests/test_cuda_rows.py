@@ -31,7 +31,7 @@ from cuda_row_checks import (
 from kernel_parity import check, problem
 
 from grpo.config import LossConfig
-from grpo_kernels import cuda_rows, linear_grpo_loss
+from grpo_kernels import chunking, cuda_rows, linear_grpo_loss
 from grpo_kernels.objective import Objective
 
 COMPILER = shutil.which("g++")
@@ -186,7 +186,8 @@ def test_no_rows(library):
     assert all(len(value) == 0 for value in run_rows(library, empty).values())
 
 
-def test_the_whole_op_with_this_row_kernel(host):
+def test_the_whole_op_with_this_row_kernel(host, monkeypatch):
+    monkeypatch.setattr(chunking, "_by_columns", lambda hidden: False)  # rows in one piece, as on a GPU
     given = problem(rows=24, dim=32, vocab=300)
 
     def launch(logits, targets, *, objective, temperature, backward, **tokens):

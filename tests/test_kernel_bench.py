@@ -92,21 +92,23 @@ def off_by_a_thousandth(monkeypatch, script: str) -> str:
         monkeypatch.setattr(module, "token_terms", wrong)
         return "d_logprobs"
     if script == "linear_logprob.py":
-        row_stats = torch_rows._row_stats
+        finish = torch_rows._finish
 
-        def wrong(each):
-            stats = row_stats(each)
-            return stats._replace(logprobs=stats.logprobs * 1.001)
+        def wrong(*args):
+            stats, total = finish(*args)
+            return stats._replace(logprobs=stats.logprobs * 1.001), total
 
-        monkeypatch.setattr(torch_rows, "_row_stats", wrong)
+        monkeypatch.setattr(torch_rows, "_finish", wrong)
         return "logprobs"
-    write = torch_rows._write_gradient
+    name = "grpo_rows_" if script == "linear_grpo_loss.py" else "logprob_rows_backward_"
+    write = getattr(torch_rows, name)
 
-    def wrong(logits, each, *args):
-        write(logits, each, *args)
-        logits[each.rows].mul_(1.001)
+    def wrong(logits, *args, **kwargs):
+        result = write(logits, *args, **kwargs)
+        logits.mul_(1.001)
+        return result
 
-    monkeypatch.setattr(torch_rows, "_write_gradient", wrong)
+    monkeypatch.setattr(torch_rows, name, wrong)
     return "d_hidden" if script == "linear_grpo_loss.py" else "d_logits"
 
 

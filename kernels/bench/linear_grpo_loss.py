@@ -60,7 +60,7 @@ def bare_gemms(case: Case, device: torch.device, gemms: int = 3, keep_logits: bo
 
     name = "bare GEMMs" if gemms == 3 else "bare GEMM"
     if keep_logits:
-        return Row(f"{name}, logits kept", run, truth=None)
+        return Row(f"{name}, logits kept", run, kind="floor", truth=None)
     return Row(name, run, kind="floor", truth=None)
 
 

@@ -19,6 +19,9 @@ ROW_MULTIPLE = 16
 # Scoring works on chunks of exactly this many rows, the last one padded: the bits of a GEMM's row depend on how many
 # rows it has, and a token's log-prob shall not depend on its company.
 SCORING_ROWS = 128
+# Rows of W in one product of a batched GEMM, float32 on a CPU: the BLAS repacks W for every chunk of tokens, which
+# costs a fifth of a chunk in one go and little where the packed block stays in cache. dX gets V / DX_BLOCK summands.
+LOGITS_BLOCK, DX_BLOCK = 1024, 32768
 # Rows of dW whose 16-bit contribution is held at once on a CPU, where no GEMM adds 16-bit products to float32.
 DW_BLOCK = 2048
 
@@ -43,16 +46,40 @@ def logits_buffer(rows: int, weight: Tensor) -> Tensor:
     return weight.new_empty(rows * len(weight))
 
 
-def logits_of(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """hidden @ weight.T, [n, V], in the memory of `buffer`; hidden [n, D] and weight [V, D] of one dtype.
+def _by_columns(hidden: Tensor) -> bool:
+    """Whether logits of `hidden` are stored column by column (see `grpo_kernels.torch_columns`)."""
+    return hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
 
-    On a CPU in float32 the columns lie one after the other (see `grpo_kernels.torch_columns`), else the rows.
-    """
+
+def _blocks(tensor: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The rows of a matrix as whole blocks [B, size, ...], and the rest. Views."""
+    whole = len(tensor) // size * size
+    return tensor[:whole].unflatten(0, (whole // size, size)), tensor[whole:]
+
+
+def logits_of(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """GEMM 1: hidden @ weight.T, [n, V], in the memory of `buffer`; hidden [n, D] and weight [V, D] of one dtype."""
     n, vocab = len(hidden), len(weight)
     tile = buffer[: n * vocab]
-    if hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64):
-        return torch.mm(weight, hidden.T, out=tile.view(vocab, n)).T
-    return torch.mm(hidden, weight.T, out=tile.view(n, vocab))
+    if not _by_columns(hidden):
+        return torch.mm(hidden, weight.T, out=tile.view(n, vocab))
+    transposed = tile.view(vocab, n)
+    (blocks, rest), (out, out_rest) = _blocks(weight, LOGITS_BLOCK), _blocks(transposed, LOGITS_BLOCK)
+    if len(blocks):
+        torch.bmm(blocks, hidden.T.expand(len(blocks), -1, -1), out=out)
+    torch.mm(rest, hidden.T, out=out_rest)
+    return transposed.T
+
+
+def hidden_gradient_(out: Tensor, logits: Tensor, weight: Tensor) -> None:
+    """GEMM 2: out = logits @ weight, [n, D], over all of V."""
+    if not _by_columns(logits):
+        torch.mm(logits, weight, out=out)
+        return
+    (blocks, rest), (tile, tile_rest) = _blocks(weight, DX_BLOCK), _blocks(logits.T, DX_BLOCK)
+    torch.mm(tile_rest.T, rest, out=out)
+    if len(blocks):
+        out += torch.bmm(tile.transpose(1, 2), blocks).sum(0)
 
 
 def accumulate_outer_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

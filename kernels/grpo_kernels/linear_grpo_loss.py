@@ -149,7 +149,7 @@ def one_pass(
             )
         )
         if needs[0]:
-            torch.mm(logits, weight, out=d_hidden[part])
+            chunking.hidden_gradient_(d_hidden[part], logits, weight)
         if needs[1]:
             chunking.accumulate_outer_(d_weight, logits, inputs, first=part.start == 0)
     if not parts:

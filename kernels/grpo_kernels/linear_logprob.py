@@ -118,7 +118,7 @@ class _LinearLogprob(torch.autograd.Function):
                 logits, targets[part], of_chunk, *(g[part] for g in grads), temperature=temperature
             )
             if needs_hidden:
-                torch.mm(logits, compute_weight, out=d_hidden[part])
+                chunking.hidden_gradient_(d_hidden[part], logits, compute_weight)
             if needs_weight:
                 chunking.accumulate_outer_(d_weight, logits, inputs, first=False)
         d_hidden = None if d_hidden is None else d_hidden.mul_(scale)
