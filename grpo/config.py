@@ -179,7 +179,7 @@ RECIPES: dict[str, dict[str, object]] = {
         model="tiny", beta=0.2, learning_rate=1e-4, lr_schedule="cosine", warmup_steps=10, num_steps=300,
         prompts_per_step=3, num_generations=8, max_completion_len=320, temperature=1.0, top_p=1.0,
         loss_type="grpo", kl_estimator="k3", epsilon=0.2, scale_rewards="group", num_iterations=1,
-        max_grad_norm=1.0, rubric="card", microbatch_tokens=2048,
+        max_grad_norm=1.0, rubric="card", microbatch_tokens=8192,
     ),
     # The published run 4: KL-anchored, two groups of four episodes a step, learning rate decaying to ~0.
     "clarify-run4": dict(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo.config import Config
-from grpo.engines.torch_engine import Drafts
+from grpo.engines.drafts import Drafts
 from grpo.model import load_policy
 from grpo.rollout import rollout
 from grpo.run import make_chat, make_engine

@@ -24,11 +24,46 @@ ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Who is who among the N tokens of one forward: first the chunks, one after the other, then w tokens of each of n
-    rows: its last one and what is drafted behind it.
+class Grid:
+    """M tokens of n rows, `counts` of each in a row, as an [n, w] rectangle; w is the largest count.
 
-    Example, w = 1: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it feeds::
+    Example, counts [1, 3]::
+
+        place   [[0, 0, 0], [1, 2, 3]]     a short row repeats its first token
+        taken   [0, 3, 4, 5]               where the M tokens lie in the flat rectangle
+    """
+
+    place: torch.Tensor  # [n, w] int64
+    taken: torch.Tensor | None  # [M] int64; None: all of it
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> Grid:
+        n, width = len(counts), max(counts)
+        starts = torch.tensor([0, *counts]).cumsum(0)[:-1, None]  # [n, 1]
+        column, count = torch.arange(width), torch.tensor(counts)[:, None]
+        place = torch.where(column < count, starts + column, starts)
+        taken = None if min(counts) == width else torch.arange(n * width)[(column < count).flatten()].to(device)
+        return cls(place.to(device), taken)
+
+    def spread(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """[..., M, ...] -> [..., n, w, ...]."""
+        if self.taken is None:
+            return values.unflatten(dim, self.place.shape)
+        return values.index_select(dim, self.place.flatten()).unflatten(dim, self.place.shape)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, w, ...] -> [M, ...]."""
+        flat = values.flatten(0, 1)
+        return flat if self.taken is None else flat[self.taken]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is who among the N tokens of one forward: first the chunks, one after the other, then M tokens of n rows, a
+    row's last one and what is drafted behind it.
+
+    Example without drafts: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it
+    feeds::
 
         flat tokens   [reply 0, reply 1 | row 0's last, reply 2]
         chunks        [(0, 2, row 1, mask of positions 4 and 5)]
@@ -37,6 +72,7 @@ class Layout:
 
     chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
     row_mask: torch.Tensor  # [n, 1, w, K], 0 where a token attends and -inf elsewhere
+    grid: Grid  # of the last M tokens
 
 
 class SlotCache(Cache):
@@ -113,10 +149,11 @@ def slot_attention(
     for start, stop, row, mask in slot_layout.chunks:
         keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
         outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
-    n, _, width, length = slot_layout.row_mask.shape
-    last = query[0, :, -n * width :].unflatten(1, (n, width)).transpose(0, 1)  # [n, H, w, d]
+    n, _, _, length = slot_layout.row_mask.shape
+    tail = sum(stop - start for start, stop, *_ in slot_layout.chunks)
+    last = slot_layout.grid.spread(query[0, :, tail:], dim=1).transpose(0, 1)  # [n, H, w, d]
     output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, w, H, d]
-    outputs.append(output.flatten(0, 1)[None])
+    outputs.append(slot_layout.grid.gather(output)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 

@@ -9,8 +9,8 @@ so a row in the middle of a turn contributes one token, a row that just got a re
 last n hidden states are the ones to sample from. There is no prefill phase and no barrier between turns.
 
 What agents write is largely template: tool-call JSON, the question asked a turn ago. Where the last ids of a row have
-been seen before, the ids that followed then are fed along as a draft (`Drafts`), so that each row has w = 1 + draft
-tokens at the end and one forward can advance it by up to w. Each token's randomness belongs to its position, so what
+been seen before, the ids that followed then are fed along as a draft (`Drafts`), so that a row has 1 + draft tokens at
+the end and one forward can advance it by as many. Each token's randomness belongs to its position, so what
 would be sampled there is known as soon as its logits are: a draft is right or wrong, nothing is rejected with some
 probability, and the result is that of sampling one token at a time.
 
@@ -36,43 +36,9 @@ import torch
 
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
-from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, round_up
+from grpo.engines.drafts import DRAFT_LENGTH, Drafts
+from grpo.engines.slots import ATTENTION_NAME, Grid, Layout, SlotCache, round_up
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
-
-DRAFT_LENGTH = 6  # ids drafted at most: 49 forwards instead of 190 for a rollout batch of the tiny policy, 47 with 8
-
-
-class Drafts:
-    """Guesses of the next ids from what has been sampled since `TorchEngine.start`: a table of n-grams.
-
-    Forgotten at every start, so that a step's forwards, rounding included, do not depend on the steps before it: a
-    resumed run repeats them to the bit.
-    """
-
-    ORDERS = (4, 3, 2)  # ids of context, longest first
-
-    def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], int] = {}
-
-    def learn(self, ids: list[int]) -> None:
-        """The last id followed those before it."""
-        for order in self.ORDERS:
-            self._next[tuple(ids[-order - 1 : -1])] = ids[-1]
-
-    def guess(self, ids: list[int], length: int) -> list[int]:
-        """At most `length` ids that may follow."""
-        context = ids[-max(self.ORDERS) :]
-        guessed: list[int] = []
-        while len(guessed) < length:
-            for order in self.ORDERS:
-                following = self._next.get(tuple(context[-order:]))
-                if following is not None:
-                    break
-            else:
-                break
-            guessed.append(following)
-            context = [*context[1:], following]
-        return guessed
 
 
 @dataclass
@@ -202,13 +168,15 @@ class TorchEngine:
         for row in self._rows:
             length = min(self.draft_length, room, row.max_tokens - len(row.logprobs) - 1)
             row.draft = self._drafts.guess(row.ids, length) if row.sampling else []
-        logits = self._forward()  # [n, w, V]
-        n, width = logits.shape[:2]
-        streams = np.concatenate([row.stream for row in self._rows]).repeat(width)
-        positions = np.array([row.position + len(row.logprobs) for row in self._rows]).repeat(width)
-        uniform = torch.from_numpy(uniforms(streams, positions + np.tile(np.arange(width), n))).to(self.device)
-        tokens, logprobs = sample(logits.flatten(0, 1), uniform, self.sampling)
-        return self._collect(tokens.view(n, width).tolist(), logprobs.view(n, width).tolist())
+        logits = self._forward()  # [M, V]
+        counts = [1 + len(row.draft) for row in self._rows]
+        streams = np.concatenate([row.stream for row in self._rows]).repeat(counts)
+        positions = np.concatenate(
+            [row.position + len(row.logprobs) + np.arange(c) for row, c in zip(self._rows, counts)]
+        )
+        uniform = torch.from_numpy(uniforms(streams, positions)).to(self.device)
+        tokens, logprobs = (values.tolist() for values in sample(logits, uniform, self.sampling))
+        return self._collect(tokens, logprobs)
 
     def _begin_turn(self, row: Row, request: TurnRequest) -> None:
         row.sampling, row.max_tokens, row.position, row.logprobs = True, request.max_tokens, request.position, []
@@ -247,8 +215,8 @@ class TorchEngine:
             self.cache.copy(source, targets, length)
 
     def _forward(self) -> torch.Tensor:
-        """Feed every row's tokens that are not cached yet, and its draft: logits after the last token and after each
-        drafted one, [n, w, V]. A shorter draft is filled up with id 0, which nobody attends to."""
+        """Feed every row's tokens that are not cached yet, and its draft: logits after each row's last token and after
+        each one drafted behind it, row by row, [M, V]."""
         ids: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
@@ -262,35 +230,39 @@ class TorchEngine:
                 ids.extend(row.ids[first:last])
                 rows.extend([index] * (last - first))
                 positions.extend(range(first, last))
-        n, width = len(self._rows), 1 + max(len(row.draft) for row in self._rows)
+        tail = len(ids)
         for index, row in enumerate(self._rows):
-            ids.extend([row.ids[-1], *row.draft, *[0] * (width - 1 - len(row.draft))])
-            rows.extend([index] * width)
-            positions.extend(range(len(row.ids) - 1, len(row.ids) - 1 + width))
-        longest = max(len(row.ids) for row in self._rows) + width - 1
+            count = 1 + len(row.draft)
+            ids.extend([row.ids[-1], *row.draft])
+            rows.extend([index] * count)
+            positions.extend(range(len(row.ids) - 1, len(row.ids) - 1 + count))
+        longest = max(positions) + 1
         table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
+        grid = Grid.of([1 + len(row.draft) for row in self._rows], self.device)
         columns = torch.arange(round_up(longest), device=self.device)
-        row_mask = self._additive(columns <= table[2, -n * width :].view(n, 1, width, 1))  # [n, 1, w, K]
-        self.cache.place(table[1], table[2], n, longest)
+        row_mask = self._additive(columns <= grid.spread(table[2, tail:])[:, None, :, None])  # [n, 1, w, K]
+        self.cache.place(table[1], table[2], len(self._rows), longest)
         with self._sampling_mode():
             logits = self.model(
                 input_ids=table[None, 0],
                 position_ids=table[None, 2],
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=n * width,
-                slot_layout=Layout(chunks, row_mask),
+                logits_to_keep=len(ids) - tail,
+                slot_layout=Layout(chunks, row_mask, grid),
             ).logits[0]
         for row in self._rows:
             row.cached = len(row.ids)
-        return logits.view(n, width, -1)
+        return logits
 
-    def _collect(self, tokens: list[list[int]], logprobs: list[list[float]]) -> list[TurnOutput]:
+    def _collect(self, tokens: list[int], logprobs: list[float]) -> list[TurnOutput]:
         """Take each row's sampled tokens as far as its draft was right, and one more."""
-        outputs = []
-        for row, row_tokens, row_logprobs in zip(self._rows, tokens, logprobs):
+        outputs, start = [], 0
+        for row in self._rows:
+            first, start = start, start + 1 + len(row.draft)
             if not row.sampling:
                 continue  # waits for its next turn: its last token was only fed again, to the same place
+            row_tokens, row_logprobs = tokens[first:start], logprobs[first:start]
             for token, logprob, drafted in zip(row_tokens, row_logprobs, [*row.draft, None]):
                 if logprob != logprob:
                     raise FloatingPointError(f"episode {row.key}: the model's logits are not finite")
@@ -337,10 +309,10 @@ class TorchEngine:
         half = len(ids) // 2
         self._rows = [Row((0, 0), (), ids[:half])]
         try:
-            first = self._forward()[0, -1:]
+            first = self._forward()
             self._rows[0].ids.extend(ids[half:-2])
             self._rows[0].draft = ids[-2:]
-            actual = torch.cat([first, self._forward()[0]]).float()
+            actual = torch.cat([first, self._forward()]).float()
             with self._sampling_mode(attention=self.model.config.get_text_config()._attn_implementation):
                 logits = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         except (TypeError, AttributeError, RuntimeError) as error:

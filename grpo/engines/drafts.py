@@ -1,0 +1,38 @@
+"""Guesses of what a row will sample next, for the sampler to check several tokens in one forward."""
+
+from __future__ import annotations
+
+DRAFT_LENGTH = 6  # ids drafted at most: 49 forwards instead of 190 for a rollout batch of the tiny policy, 47 with 8
+
+
+class Drafts:
+    """Guesses of the next ids from what has been sampled since `TorchEngine.start`: a table of n-grams.
+
+    Forgotten at every start, so that a step's forwards, rounding included, do not depend on the steps before it: a
+    resumed run repeats them to the bit.
+    """
+
+    ORDERS = (4, 3, 2)  # ids of context, longest first
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def learn(self, ids: list[int]) -> None:
+        """The last id followed those before it."""
+        for order in self.ORDERS:
+            self._next[tuple(ids[-order - 1 : -1])] = ids[-1]
+
+    def guess(self, ids: list[int], length: int) -> list[int]:
+        """At most `length` ids that may follow."""
+        context = ids[-max(self.ORDERS) :]
+        guessed: list[int] = []
+        while len(guessed) < length:
+            for order in self.ORDERS:
+                following = self._next.get(tuple(context[-order:]))
+                if following is not None:
+                    break
+            else:
+                break
+            guessed.append(following)
+            context = [*context[1:], following]
+        return guessed
