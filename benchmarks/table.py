@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
+
+from grpo.machine import commit, cpu_name
 
 
 def say(text: str) -> None:
@@ -44,32 +44,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def machine(device: str, threads: int) -> dict[str, Any]:
     """What a reader needs to judge the numbers. JSON types only."""
-    about: dict[str, Any] = {"device": device, "name": _cpu_name(), "threads": threads, "cores": os.cpu_count(),
-                             "python": platform.python_version(), "commit": _commit(),
+    about: dict[str, Any] = {"device": device, "name": cpu_name(), "threads": threads, "cores": os.cpu_count(),
+                             "python": platform.python_version(), "commit": commit(),
                              "load_average_at_end": round(os.getloadavg()[0], 2)}  # fmt: skip
     if device == "cuda":
         import torch
 
         about["name"] = torch.cuda.get_device_name()
     return about
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _commit() -> str | None:
-    """The commit, with `+changes` where tracked files differ from it; None outside a checkout."""
-
-    def git(*args: str) -> str:
-        folder = Path(__file__).parent
-        return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

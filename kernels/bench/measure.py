@@ -8,7 +8,6 @@ import gc
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from grpo import machine
 
 PACKAGES = ("torch", "triton", "trl", "liger-kernel", "transformers")
 # More than the L2 cache of any GPU in use (50 MB on an H100), so that no row finds its inputs there.
@@ -97,7 +98,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     versions["torch"] = torch.__version__
-    about: dict[str, Any] = {"device": device.type, "versions": versions, "commit": _commit()}
+    about: dict[str, Any] = {"device": device.type, "versions": versions, "commit": machine.commit()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         about |= {
@@ -107,27 +108,6 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     else:
-        about |= {"name": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        about |= {"name": machine.cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
         about["load_average_at_start"] = round(os.getloadavg()[0], 2)
     return about
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _commit() -> str | None:
-    """The commit, with `+changes` where tracked files differ from it; None outside a checkout."""
-
-    def git(*args: str) -> str:
-        folder = Path(__file__).parent
-        return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
