@@ -6,7 +6,7 @@ is known, so is the token's dL/dlogprob, and the logits are turned into their ow
 
     per chunk of tokens     logits  = hidden W^T                                             GEMM 1
                             dlogits = row kernel, in place (see grpo_kernels.torch_rows)
-                            dX      = dlogits W, over all of V at once                       GEMM 2
+                            dX      = dlogits W, summed over all of V in float32             GEMM 2
                             dW     += dlogits^T hidden, in float32                           GEMM 3
 
 The backward pass multiplies the stashed dX and dW by the upstream scalar. Memory beyond dX and dW: one chunk of logits.
