@@ -32,9 +32,9 @@ from torch import Tensor
 from grpo.config import UsageError, tyro_cli
 from grpo_kernels import why_not
 
-CHECK_TOKENS = 256
+CHECK_TOKENS = 160
 MAX_ROUNDS = {"cpu": 11, "cuda": 30}
-BUDGET = {"cpu": 140.0, "cuda": 400.0}
+BUDGET = {"cpu": 120.0, "cuda": 400.0}
 # What a row of ours may be off beyond twice eager's error (some errors of eager are 0 by luck), and what no baseline
 # may be off: relative to the gradient's norm, or for the loss to the sum of the tokens' absolute terms.
 TINY = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 2e-4}
