@@ -78,8 +78,12 @@ class Reference:
         length = len(self.packing.prefix)
         layout = TreeLayout([Segment(length, -1)], record=True)
         alone = dataclasses.replace(
-            batch, input_ids=batch.input_ids[:, :length], position_ids=batch.position_ids[:, :length], layout=layout
-        ).to(self.policy.device)
-        hidden_states(self.policy, dataclasses.replace(alone, predict_rows=alone.predict_rows[:0],
-                                                       predict_cols=alone.predict_cols[:0]))  # fmt: skip
+            batch,
+            input_ids=batch.input_ids[:, :length],
+            position_ids=batch.position_ids[:, :length],
+            predict_rows=batch.predict_rows[:0],
+            predict_cols=batch.predict_cols[:0],
+            layout=layout,
+        )
+        hidden_states(self.policy, alone.to(self.policy.device))
         return layout.prefix

@@ -13,8 +13,8 @@ from torch import Tensor
 # Bytes of one chunk of logits. CPU: 128 rows of Qwen3's 151936 columns in float32: each chunk reads W twice and reads
 # and writes all of dW, so more rows mean less of that. GPU: enough rows to fill every SM several times.
 CHUNK_BYTES = {"cpu": 128 * 151936 * 4, "cuda": 256 << 20}
-# Chunks have a multiple of this many rows where they can: GEMMs and sums over a tile stored column by column are up to
-# five times slower where a column does not begin on a cache line.
+# Chunks have a multiple of this many rows where they can: reductions over a tile stored column by column are up to five
+# times slower where a column does not begin on a cache line.
 ROW_MULTIPLE = 16
 # Scoring works on chunks of exactly this many rows, the last one padded: the bits of a GEMM's row depend on how many
 # rows it has, and a token's log-prob shall not depend on its company.
@@ -39,6 +39,18 @@ def chunks(num_rows: int, most: int) -> Iterator[slice]:
     size = min(most, -(-size // ROW_MULTIPLE) * ROW_MULTIPLE)
     for first in range(0, num_rows, size):
         yield slice(first, min(first + size, num_rows))
+
+
+def underflow_scale(dtype: torch.dtype, *gradients: Tensor) -> Tensor:
+    """A power of two (a scalar tensor) that divides per-token gradients [n] before they multiply logits in `dtype`.
+
+    float16 has no room for w p of 1e-8 and less; 16 is left above for ratios up to 1000. Other dtypes: 1. No wait for
+    the device.
+    """
+    if dtype != torch.float16:
+        return gradients[0].new_ones(())
+    largest = torch.cat([g.abs() for g in gradients] + [gradients[0].new_full((1,), 1e-30)]).amax()
+    return torch.exp2(torch.ceil(torch.log2(largest)) - 4)
 
 
 def logits_buffer(rows: int, weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -65,6 +65,6 @@ def resolve(op: str, impl: str, device: torch.device) -> str:
     return impl
 
 
-def rows_backend(impl: str) -> Callable:
+def rows_backend(impl: str) -> ModuleType:
     """The module with the row kernels of `impl`; see `grpo_kernels.torch_rows` for what each must provide."""
     return importlib.import_module(f"grpo_kernels.{impl}_rows")

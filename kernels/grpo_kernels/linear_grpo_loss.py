@@ -122,14 +122,9 @@ def one_pass(
     num_rows, vocab = len(hidden), len(weight)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     weight = weight.to(hidden.dtype)
-    scale = torch.ones((), dtype=dtype, device=hidden.device)
-    if hidden.dtype == torch.float16:
-        # The loss is linear in the weights: dividing them by a power of two keeps dlogits (w p is 1e-8 and less) from
-        # underflowing, and is exact. 16 leaves room above for ratios up to 1000.
-        smallest = tokens["token_weights"].new_full((1,), 1e-30)
-        largest = torch.cat([tokens["token_weights"].abs(), smallest]).amax()
-        scale = torch.exp2(torch.ceil(torch.log2(largest)) - 4)
-        tokens = dict(tokens, token_weights=tokens["token_weights"] / scale)
+    # The loss is linear in the weights, so dividing them by a power of two is exact.
+    scale = chunking.underflow_scale(hidden.dtype, tokens["token_weights"])
+    tokens = dict(tokens, token_weights=tokens["token_weights"] / scale)
     trained = (tokens["token_weights"] != 0)[:, None]  # [N, 1]
 
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None

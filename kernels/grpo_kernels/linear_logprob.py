@@ -95,10 +95,8 @@ class _LinearLogprob(torch.autograd.Function):
             return None, None, None, None, None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(grad_entropy)
-        # Scaled by a power of two so that float16 gradients of the logits do not underflow; see op 1.
         upstream = [grad_logprobs] if grad_entropy is None else [grad_logprobs, grad_entropy]
-        largest = torch.cat([g.abs() for g in upstream] + [grad_logprobs.new_full((1,), 1e-30)]).amax()
-        scale = torch.exp2(torch.ceil(torch.log2(largest)) - 4)
+        scale = chunking.underflow_scale(hidden.dtype, *upstream)
         grads = [g / scale for g in upstream]
         idle = torch.stack([g == 0 for g in grads]).all(0)[:, None]  # [N, 1]
 
