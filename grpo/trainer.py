@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,11 +71,22 @@ class Trainer:
         self.packing = packing
         self.optimizer = make_optimizer(policy, config)
 
-    def step(self, step: int) -> StepResult:
-        """Step number `step`, from 0."""
+    def step(
+        self, step: int, groups: list[Group] | None = None, on_sampled: Callable[[list[Group]], None] | None = None
+    ) -> StepResult:
+        """Step number `step`, from 0.
+
+        Args:
+            groups: a recorded rollout batch of this step, to be trained on instead of a newly sampled one.
+            on_sampled: called with a newly sampled batch before anything is done with it (it is recorded then).
+        """
         watch = Stopwatch()
-        groups = self.sample_groups(step)
-        watch.lap("rollout")
+        if groups is None:
+            groups = self.sample_groups(step)
+            watch.lap("rollout")
+            if on_sampled:
+                on_sampled(groups)
+                watch.lap("record")
 
         config = self.config
         episodes = [episode for group in groups for episode in group.episodes]  # E = P * G

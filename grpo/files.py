@@ -1,0 +1,84 @@
+"""Files that are there whole or not at all, also after a power failure: written aside, fsynced, renamed.
+
+A rename within a folder is atomic, but it lasts only once the file's bytes and then the folder's entry have reached the
+disk: hence the two fsyncs, in this order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+ASIDE = ".tmp"
+"""Ends the name of what is not finished. Whatever bears it may be removed by the process that holds the run's lock."""
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Write `content` so that `path` holds either what it held before or all of it.
+
+    Raises:
+        OSError: with `path` unchanged; what was written aside is removed then, as it may be what filled the disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}{ASIDE}")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def commit_folder(aside: Path, target: Path) -> None:
+    """Put the finished folder `aside` in the place of `target`; both lie in the same folder.
+
+    A kill in between may leave `target` missing, with its old content under a name that ends in `ASIDE`.
+    """
+    for path in sorted(aside.rglob("*")):
+        sync(path)
+    sync(aside)
+    if target.exists():
+        remove_folder(target)
+    aside.rename(target)
+    sync_folder(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder. It is renamed first: a kill half-way leaves nothing that looks like the folder it was."""
+    doomed = folder.with_name(f"{folder.name}.old{ASIDE}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder's entries; file systems that cannot do that keep their own order."""
+    try:
+        sync(folder)
+    except OSError:
+        pass
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, read in pieces: weights may be larger than memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
