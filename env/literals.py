@@ -73,7 +73,7 @@ def _read_string(text: str, pos: int) -> tuple[str, int]:
     while match := _STRING_PART[quote].search(text, pos):
         parts.append(text[pos : match.start()])
         if match[0] == quote:
-            return _printable("".join(parts)), match.end()
+            return printable("".join(parts)), match.end()
         escaped = text[match.end() : match.end() + 1]
         pos = match.end() + 1
         if escaped == "u" and (digits := _HEX.match(text, pos)):
@@ -85,8 +85,9 @@ def _read_string(text: str, pos: int) -> tuple[str, int]:
     raise ValueError("a string is not closed")
 
 
-def _printable(text: str) -> str:
-    """Surrogate pairs (an escaped emoji) become one character; lone surrogates and NUL become U+FFFD."""
+def printable(text: str) -> str:
+    """Text that any file, log or tokenizer takes: surrogate pairs (an escaped emoji) become one character; lone
+    surrogates and NUL become U+FFFD."""
     if not _UNSAFE.search(text):
         return text
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

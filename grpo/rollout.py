@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
+from env.literals import printable
+from env.time_limit import time_limit
 from grpo.chat import ChatTokens
+from grpo.config import UsageError
 from grpo.data_types import Episode, Group, Turn
 from grpo.engines import Engine, Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig
@@ -25,6 +29,9 @@ log = logging.getLogger(__name__)
 
 RewardFn = Callable[[EpisodeRecord], float]
 Progress = Callable[[int, int], None]  # (finished episodes, all episodes)
+
+ENV_SECONDS = 30.0
+"""Most seconds of one call into the environment or the reward; sampling waits for it."""
 
 
 def rollout(
@@ -51,9 +58,10 @@ def rollout(
     Returns:
         One group per scenario, in the order given; its members in order, whatever the order they finished in.
 
-    An exception in the environment or in `reward_fn`, or a reward that is not finite, costs that episode alone: it gets
-    stop reason `env_error` and reward None, and the exception is logged. Where the environment broke before it gave a
-    first message, that episode's prompt and completion are empty.
+    An exception in the environment or in `reward_fn`, a call that takes longer than ENV_SECONDS, messages, replies or
+    records that are none, or a reward that is not finite cost that episode alone: it gets stop reason `env_error` and
+    reward None, and the reason is logged. Where the environment broke before it gave a first message, that episode's
+    prompt and completion are empty.
     """
     limits = (max_completion_len, engine.max_context)
     players = {
@@ -86,9 +94,7 @@ def rollout(
 class Player:
     """One episode under way: its environment, its ids so far, and the limits it must keep."""
 
-    def __init__(
-        self, key: Key, scenario: Scenario, chat: ChatTokens, limits: tuple[int, int], reward_fn: RewardFn
-    ):
+    def __init__(self, key: Key, scenario: Scenario, chat: ChatTokens, limits: tuple[int, int], reward_fn: RewardFn):
         self.key, self.scenario, self.chat, self.reward_fn = key, scenario, chat, reward_fn
         self.max_completion, self.max_context = limits
         self.env: ClarifyEnv | None = None
@@ -103,11 +109,14 @@ class Player:
     def begin(self, env_factory: Callable[[Scenario], ClarifyEnv]) -> bool:
         """Reset the environment and render the first prompt. True if there is a turn to sample."""
         try:
-            self.env = env_factory(self.scenario)
-            messages = self.env.reset()
+            with time_limit(ENV_SECONDS):
+                self.env = env_factory(self.scenario)
+                messages = self.env.reset()
+            self.prompt_ids = self.chat.first_prompt(messages)
+        except UsageError:  # the model's chat template refuses the prompt: that is no fault of the environment
+            raise
         except Exception as error:  # noqa: BLE001 (any fault of the environment costs this episode alone)
             return self._fail(error)
-        self.prompt_ids = self.chat.first_prompt(messages)
         limit = self._limit_without(1)
         return self._stop(limit) if limit else True
 
@@ -126,19 +135,24 @@ class Player:
         self.turns.append(Turn(start, len(self.completion_ids), text, None))
         cut = output.finish == "length"
         try:
-            result = self.env.step(text, truncated=cut)
+            with time_limit(ENV_SECONDS):
+                result = self.env.step(text, truncated=cut)
+                record = self.env.record
+            reply = None if cut or result.done else printable(result.reply)
+            reply_ids = () if reply is None else self.chat.reply_ids(reply)
+        except UsageError:
+            raise
         except Exception as error:  # noqa: BLE001
             return self._fail(error)
         if result.done:
-            return self._finish(self.env.record)
-        reply_ids = () if cut else self.chat.reply_ids(result.reply)
+            return self._finish(record)
         # A reply that leaves no room for an answer is dropped whole: half a reply would be a conversation that the
         # model never has at another length, and a whole one at the very end would only be padding.
         limit = self._limit_without(len(reply_ids) + 1)
         if limit or cut:
             return self._stop(limit or StopReason.TOKEN_CAP)
         self._extend(reply_ids, 0, (0.0,) * len(reply_ids))
-        self.turns[-1] = replace(self.turns[-1], reply=result.reply)
+        self.turns[-1] = replace(self.turns[-1], reply=reply)
         return True
 
     def episode(self) -> Episode:
@@ -169,15 +183,20 @@ class Player:
 
     def _stop(self, reason: StopReason) -> bool:
         try:
-            return self._finish(self.env.finish(reason))
+            with time_limit(ENV_SECONDS):
+                record = self.env.finish(reason)
+            return self._finish(record)
         except Exception as error:  # noqa: BLE001
             return self._fail(error)
 
     def _finish(self, record: EpisodeRecord) -> bool:
         """The episode is over: score it. Always False (no turn to sample)."""
-        self.record = record
         try:
-            self.reward = float(self.reward_fn(record))
+            if not isinstance(record, EpisodeRecord) or not isinstance(record.stop_reason, StopReason):
+                raise TypeError("the episode ended without a record that says why")
+            self.record = record
+            with time_limit(ENV_SECONDS):
+                self.reward = float(self.reward_fn(record))
             if not math.isfinite(self.reward):
                 raise ValueError(f"reward {self.reward} is not finite")
         except Exception as error:  # noqa: BLE001
@@ -186,14 +205,18 @@ class Player:
 
     def _fail(self, error: Exception) -> bool:
         """The environment or the reward broke: end this episode. Always False."""
-        log.warning("episode %s: environment error, episode left out (%s: %s)", self.key, type(error).__name__, error)
+        # What it says may be of any length, or fail to say anything.
+        reason = printable(" ".join(traceback.format_exception_only(error)[-1].split())[:300])
+        log.warning("episode %s: environment error, episode left out (%s)", self.key, reason)
         log.debug("episode %s", self.key, exc_info=error)
         record = self.record
         if self.env is not None and record.stop_reason is None:
             try:
-                record = self.env.record
+                with time_limit(ENV_SECONDS):
+                    record = self.env.record
             except Exception:  # noqa: BLE001 (broken before its first reset)
                 pass
-        self.record = replace(record, stop_reason=StopReason.ENV_ERROR)
+        known = record if isinstance(record, EpisodeRecord) else self.record
+        self.record = replace(known, stop_reason=StopReason.ENV_ERROR)
         self.reward = None
         return False
