@@ -17,6 +17,7 @@ from grpo.config import Config
 from grpo.data_types import Episode, Group, TokenBatch
 from grpo.engines import Engine
 from grpo.head import moves_at_reference, policy_loss, score
+from grpo.invariants import BrokenInvariant, Witness, audit_batches, audit_groups, audit_update
 from grpo.loss import kl_reward_penalty
 from grpo.model import Policy
 from grpo.reference import Reference
@@ -79,6 +80,9 @@ class Trainer:
         Args:
             groups: a recorded rollout batch of this step, to be trained on instead of a newly sampled one.
             on_sampled: called with a newly sampled batch before anything is done with it (it is recorded then).
+
+        Raises:
+            BrokenInvariant: with the batch in its `groups`.
         """
         watch = Stopwatch()
         if groups is None:
@@ -87,7 +91,16 @@ class Trainer:
             if on_sampled:
                 on_sampled(groups)
                 watch.lap("record")
+        else:
+            self.audit(groups)
+        try:
+            return self.train_on(step, groups, watch)
+        except BrokenInvariant as error:
+            error.groups = groups
+            raise
 
+    def train_on(self, step: int, groups: list[Group], watch: Stopwatch) -> StepResult:
+        """The part of a step behind the rollout."""
         config = self.config
         episodes = [episode for group in groups for episode in group.episodes]  # E = P * G
         kept = [e.reward is not None and not (config.loss.mask_truncated and e.truncated) for e in episodes]
@@ -95,6 +108,7 @@ class Trainer:
             [e.num_trained for e in episodes], config.loss.loss_type, config.rollout.max_completion_len, kept
         )
         batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens, packing=self.packing)
+        audit_batches(batches, episodes, weights)
         batches = [batch.to(self.policy.device) for batch in batches]
         watch.lap("update")
         ref_logprobs = self.reference_logprobs(episodes, weights, batches)
@@ -115,11 +129,12 @@ class Trainer:
         rounds = 1 + config.rollout.dynamic_sampling
         chosen: list[Group] = []
         aside: list[Group] = []
+        witness = Witness(self.engine)
         for extra in range(rounds):
             missing = wanted - len(chosen)
             first = (step * rounds + extra) * wanted
             groups = rollout(
-                self.engine,
+                witness,
                 self.chat,
                 [training_scenario(config.run.seed, first + i) for i in range(missing)],
                 num_generations=config.rollout.num_generations,
@@ -127,12 +142,18 @@ class Trainer:
                 step=step * rounds + extra,
                 reward_fn=self.reward,
             )
+            self.audit(groups, witness)
             for group in groups:
                 spread = rounds == 1 or adv.has_spread(group.rewards)
                 (chosen if spread else aside).append(group)
             if len(chosen) == wanted:
                 break
         return chosen + aside[: wanted - len(chosen)]
+
+    def audit(self, groups: list[Group], witness: Witness | None = None) -> None:
+        """Of a rollout batch; without a witness, of one from a file. Raises BrokenInvariant."""
+        vocab_size = self.policy.model.get_input_embeddings().weight.shape[0]
+        audit_groups(groups, chat=self.chat, vocab_size=vocab_size, sampled=witness and witness.turns)
 
     def reward(self, record: EpisodeRecord) -> float:
         """Training reward: the rubric's score, less the documented shaping."""
@@ -194,7 +215,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         logged: list[dict[str, float]] = []
-        for _ in range(config.optim.num_iterations):
+        for iteration in range(config.optim.num_iterations):
             self.optimizer.zero_grad(set_to_none=True)
             step_loss = torch.zeros((), device=self.policy.device)
             step_metrics: list[dict[str, torch.Tensor]] = []
@@ -219,11 +240,14 @@ class Trainer:
             grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.optim.max_grad_norm)
             # A non-finite loss or gradient never reaches the weights or the moments.
             finite = bool(torch.isfinite(grad_norm) & torch.isfinite(step_loss))
-            if finite and batches:
-                self.optimizer.step()
             values = combine_metrics(step_metrics, sum(len(batch.targets) for batch in batches))
             values |= {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite}
             logged.append(values | {"loss": float(step_loss)})
+            if not finite:
+                break  # what is left of the step would start from the same numbers
+            audit_update(iteration, values)
+            if batches:
+                self.optimizer.step()
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
 
 
