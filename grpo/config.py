@@ -11,6 +11,7 @@ import dataclasses
 import io
 import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +26,10 @@ KLEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
 class UsageError(ValueError):
     """Bad input by the user: shown as one line, exit code 2."""
+
+
+class RunStopped(RuntimeError):
+    """The run cannot go on, through no fault of its flags: shown as one line, exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class OptimConfig:
     """Unique tokens per microbatch (padded ones without packing); gradients do not depend on it."""
     packing: Literal["auto", "padded"] = "auto"
     """auto: unique tokens in one row (prompts once per group) where the model can, else padded rows."""
+    max_bad_steps: int = 3
+    """Stop after this many steps in a row with a loss or gradient that is not finite; each is dropped, and dumped."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,10 @@ ENVIRONMENT_VARIABLES = {
 }
 
 
+UNUSED_CLIP = {"cispo": ("epsilon",), "sapo": ("epsilon", "epsilon_high")}
+"""Clip bounds that a loss type does not use (grpo/loss.py): giving one is refused, as it would do nothing."""
+
+
 def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config | None = None) -> Config:
     """The configuration of `train.py ARGS`; `defaults` (a resumed run's settings) takes the recipe's place.
 
@@ -214,6 +225,8 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
         UsageError: a value that cannot be; exits with code 2 where a flag does not parse.
     """
     env = dict(os.environ) if env is None else env
+    if flag_value(args, "vllm_url") is not None:
+        raise UsageError("--vllm-url: a server is for evaluation (eval.py); training must replace the sampler's weights")
     if defaults is None:
         recipe = _recipe_name(args)
         defaults = Config().with_values(RECIPES[recipe] | {"recipe": recipe})
@@ -233,8 +246,41 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
     )
     if config.run.recipe == "auto":
         config = config.with_values({"recipe": defaults.run.recipe})
-    validate(config)
+    with naming_variables(args, env):
+        validate(config)
+    loss_type = config.loss.loss_type
+    for name in UNUSED_CLIP.get(loss_type, ()):
+        value = flag_value(args, name)
+        if value is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {value}: must be left out, --loss-type {loss_type} does not use it")
     return config
+
+
+@contextlib.contextmanager
+def naming_variables(args: list[str], env: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A UsageError inside about a value that an environment variable gave names the variable, not a flag."""
+    env = os.environ if env is None else env
+    try:
+        yield
+    except UsageError as error:
+        head, colon, rest = str(error).partition(": ")
+        for variable, (name, _) in ENVIRONMENT_VARIABLES.items():
+            flag = "--" + name.replace("_", "-")
+            if head.split(" ")[0] == flag and env.get(variable, "") != "" and flag_value(args, name) is None:
+                raise UsageError(f"{variable}={env[variable]}{colon}{rest}") from error
+        raise
+
+
+def cautions(config: Config) -> list[str]:
+    """What the settings allow but a reader of the results should know: one line each, shown at the start of a run."""
+    lines = []
+    if config.rollout.top_p < 1:
+        lines.append(
+            f"--top-p {config.rollout.top_p:g}: episodes are sampled from a truncated distribution and trained under "
+            "the full one, so training is off-policy by construction (sampler_gap/mean in the log says by how much)"
+        )
+    return lines
 
 
 def tyro_cli(cls: type, args: list[str], **options: Any) -> Any:
@@ -288,7 +334,7 @@ def validate(config: Config) -> None:
     for name in ("dynamic_sampling", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed"):
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
-                 "keep_checkpoints"):  # fmt: skip
+                 "keep_checkpoints", "max_bad_steps"):  # fmt: skip
         require(knobs[name] >= 1, name, "at least 1")
     require(config.rollout.temperature > 0, "temperature", "above 0 (greedy rollouts have no spread to learn from)")
     require(config.eval.eval_limit <= HELD_OUT_SIZE, "eval_limit", f"at most {HELD_OUT_SIZE}, the held-out file's size")
