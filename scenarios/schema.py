@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -16,10 +17,24 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from env.families import FAMILIES, FAMILY_ALIASES
+from env.literals import printable
 
-Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
+
+def _readable(text: str) -> str:
+    """In a plan a blank value counts as none, so nobody could plan for a profile that holds one."""
+    if not text.strip():
+        raise PydanticCustomError("unreadable", "is blank")
+    if printable(text) != text:
+        raise PydanticCustomError("unreadable", "holds NUL or half a surrogate pair")
+    return text
+
+
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_readable)]
+# The rubric compares numbers as floats, exact in this range.
+Number = Annotated[StrictInt, Field(gt=-(10**15), lt=10**15)]
 Budget = Annotated[StrictInt, Field(gt=0)]
 Difficulty = Literal["easy", "medium", "hard"]
 
@@ -44,29 +59,22 @@ class Scenario(BaseModel):
     family: str
     task_id: Difficulty
     request: Text
-    hidden_profile: dict[str, Text | StrictInt]
+    hidden_profile: dict[str, Text | Number]
     critical_fields: tuple[str, ...]
     required_keys: tuple[str, ...]
     field_keys: tuple[str, ...]
     max_steps: Budget
     max_questions: Budget
     seed: StrictInt
-    task_title: str | None = None
+    task_title: Text | None = None
 
     @field_validator("family")
     @classmethod
     def _known_family(cls, name: str) -> str:
         name = FAMILY_ALIASES.get(name, name)
         if name not in FAMILIES:
-            raise ValueError(f"unknown family {name!r}: must be one of {', '.join(FAMILIES)}")
+            raise ValueError(f"unknown family {name[:40]!r}: must be one of {', '.join(FAMILIES)}")
         return name
-
-    @field_validator("request")
-    @classmethod
-    def _says_something(cls, request: str) -> str:
-        if not request.strip():
-            raise ValueError("request is blank")
-        return request
 
     @model_validator(mode="after")
     def _fields_of_the_family(self) -> Scenario:
@@ -75,7 +83,7 @@ class Scenario(BaseModel):
         known = FAMILIES[self.family].fields
         for key in (*self.hidden_profile, *self.critical_fields, *self.required_keys, *self.field_keys):
             if key not in known:
-                raise ValueError(f"{self.family} has no field {key!r}: must be one of {', '.join(known)}")
+                raise ValueError(f"{self.family} has no field {key[:40]!r}: must be one of {', '.join(known)}")
         for name in ("critical_fields", "required_keys"):
             # The model is frozen for everybody else; here it is still being made.
             object.__setattr__(self, name, tuple(key for key in getattr(self, name) if key in self.hidden_profile))
@@ -88,7 +96,7 @@ def load_scenarios(path: str | Path) -> list[Scenario]:
     Raises ValueError with one line naming the file, the scenario's index and the key for anything that is wrong.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
@@ -114,7 +122,13 @@ def _scenario(item: object, where: str) -> Scenario:
 def _first_line(error: ValidationError) -> str:
     """Pydantic's first complaint in one line: `missing key 'request'`, `max_steps: must be ...`."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"][:2])
+    # A key of the file is quoted where it is no plain word: it may hold anything, line breaks too.
+    parts = [str(part) for part in first["loc"][:2]]
+    key = ".".join(part if part.isascii() and part.isidentifier() else ascii(part)[:40] for part in parts)
+    if first["type"] == "unreadable":
+        return f"{key} {first['msg']}"
+    if len(parts) > 1 and parts[0] == "hidden_profile":
+        return f"{key}: must be text or a whole number below 10^15"
     if first["type"] == "missing":
         return f"missing key {key!r}"
     message = " ".join(first["msg"].removeprefix("Value error, ").split())

@@ -229,7 +229,7 @@ def test_the_published_schema_is_read(tmp_path):
         (json.dumps([EASY | {"hidden_profile": {}}]), "scenario 0: hidden_profile is empty"),
         (json.dumps([EASY | {"hidden_profile": {"colour": "red"}}]), "event_planning has no field 'colour'"),
         (json.dumps([EASY | {"hidden_profile": {"date": True}}]), "scenario 0: hidden_profile.date: "),
-        (json.dumps([EASY | {"hidden_profile": {"date": ""}}]), "scenario 0: hidden_profile.date: "),
+        (json.dumps([EASY | {"hidden_profile": {"date": ""}}]), "scenario 0: hidden_profile.date is blank"),
         (json.dumps([EASY | {"hidden_profile": {"date": {"a": 1}}}]), "scenario 0: hidden_profile.date: "),
         (json.dumps([EASY | {"required_keys": ["time"]}]), "event_planning has no field 'time'"),
         (json.dumps([EASY | {"family": ["coding"]}]), "scenario 0: family: "),
