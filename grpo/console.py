@@ -19,14 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from grpo.config import UsageError
+from grpo.config import RunStopped, UsageError
 
 PLAIN_EVERY = 10
 """Steps between progress lines where stdout is no terminal."""
 
 
 def run_entry(main: Callable[[], None]) -> None:
-    """Run a command's `main`: bad input (`UsageError`) becomes one line on stderr and exit code 2, Ctrl-C 130.
+    """Run a command's `main`: bad input (`UsageError`) becomes one line on stderr and exit code 2, Ctrl-C 130; a run
+    that cannot go on (`RunStopped`) one line and 1.
 
     Where nobody reads the output on (`| head`) it ends quietly with exit code 1.
 
@@ -42,6 +43,9 @@ def run_entry(main: Callable[[], None]) -> None:
     except UsageError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except RunStopped as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
 from grpo.engines.torch_engine import TorchEngine
+from grpo.guard import Guard
 from grpo.head import describe
 from grpo.metrics import LogHistory, step_metrics, write_completions
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
@@ -38,18 +40,19 @@ def start(args: list[str]) -> None:
             been written then.
     """
     resume = config.flag_value(args, "resume")
-    if resume is not None:
-        if not resume:
-            raise UsageError("--resume: must name the folder of a run")
-        folder = Path(resume)
-        stored = run_folder.stored_config(folder)
-        settings = config.parse(args, defaults=stored)
-        config.refuse_changes(stored, settings)
-        checkpoint.newest(folder)
-    else:
-        settings = config.parse(args)
-        folder = run_folder.choose(settings)
-    train(settings, folder, resumed=resume is not None)
+    with config.naming_variables(args):
+        if resume is not None:
+            if not resume:
+                raise UsageError("--resume: must name the folder of a run")
+            folder = Path(resume)
+            stored = run_folder.stored_config(folder)
+            settings = config.parse(args, defaults=stored)
+            config.refuse_changes(stored, settings)
+            checkpoint.newest(folder)
+        else:
+            settings = config.parse(args)
+            folder = run_folder.choose(settings)
+        train(settings, folder, resumed=resume is not None)
 
 
 def train(settings: Config, folder: Path, resumed: bool = False) -> None:
@@ -71,14 +74,18 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
     console.print_header(
         header(settings, policy, reference, kernels, packing, folder, done), title="GRPO: ask before you act"
     )
+    for line in config.cautions(settings):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
     before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     history = LogHistory(folder / "log_history.json")
     history.truncate_to(done)
     total = settings.optim.num_steps
+    guard = Guard(folder, settings, policy, engine)
     with console.StepProgress(total, done) as progress, interruptible() as interrupted:
         for index in range(done, total):
-            result = trainer.step(index)
+            with guard.watching(index + 1):
+                result = trainer.step(index)
             row = step_metrics(
                 result.groups,
                 step=index + 1,
@@ -89,9 +96,12 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
             write_completions(folder / "completions", index + 1, result.groups, result.advantages)
             history.append(row)
             progress.update(row)
-            last = index + 1 == total or bool(interrupted)
+            stopped = guard.after(history.rows, result.groups)
+            last = index + 1 == total or bool(interrupted) or stopped is not None
             if last or (settings.run.save_every and (index + 1) % settings.run.save_every == 0):
                 checkpoint.save(folder, index + 1, policy.model, trainer.optimizer, settings.run.keep_checkpoints)
+            if stopped:
+                raise stopped
             if interrupted:
                 print(f"\nto continue: python train.py --resume {folder}")
                 raise KeyboardInterrupt
@@ -127,12 +137,17 @@ def interruptible() -> Iterator[list[int]]:
 
 def make_chat(policy: Policy) -> ChatTokens:
     """Messages to ids with the environment's tools; training and evaluation render the same prompts with it."""
+    return chat_tokens(policy.name, policy.tokenizer, policy.model.generation_config)
+
+
+def chat_tokens(name: str, tokenizer: Any, generation_config: Any) -> ChatTokens:
+    """The same from its parts, for a model that is loaded elsewhere."""
     try:
-        return ChatTokens(policy.tokenizer, TOOLS, policy.model.generation_config)
+        return ChatTokens(tokenizer, TOOLS, generation_config)
     except UsageError:
         raise
     except Exception as error:  # whatever a broken tokenizer or template raises
-        raise UsageError(f"--model {policy.name}: its tokenizer or chat template fails ({one_line(error)})") from error
+        raise UsageError(f"--model {name}: its tokenizer or chat template fails ({one_line(error)})") from error
 
 
 def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> TorchEngine:
