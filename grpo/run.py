@@ -137,13 +137,14 @@ def interruptible() -> Iterator[list[int]]:
 
 def make_chat(policy: Policy) -> ChatTokens:
     """Messages to ids with the environment's tools; training and evaluation render the same prompts with it."""
-    return chat_tokens(policy.name, policy.tokenizer, policy.model.generation_config)
+    rows = policy.model.get_input_embeddings().num_embeddings
+    return chat_tokens(policy.name, policy.tokenizer, policy.model.generation_config, rows)
 
 
-def chat_tokens(name: str, tokenizer: Any, generation_config: Any) -> ChatTokens:
-    """The same from its parts, for a model that is loaded elsewhere."""
+def chat_tokens(name: str, tokenizer: Any, generation_config: Any, vocab_size: int | None = None) -> ChatTokens:
+    """The same from its parts, for a model that is loaded elsewhere (its vocabulary then counts as large enough)."""
     try:
-        return ChatTokens(tokenizer, TOOLS, generation_config)
+        return ChatTokens(tokenizer, TOOLS, generation_config, vocab_size)
     except UsageError:
         raise
     except Exception as error:  # whatever a broken tokenizer or template raises
