@@ -48,8 +48,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["auto", "torch"] = "auto"
-    """Sampler. auto: torch (in process)."""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """Sampler. auto: vllm on a GPU where it is installed, else torch (in process)."""
     prompts_per_step: int = 4
     """Scenarios (groups) per step, P."""
     num_generations: int = 8
@@ -64,6 +64,10 @@ class RolloutConfig:
     """Replace groups without reward spread, sampling at most this many extra rounds a step. 0: off."""
     max_concurrent: int = 64
     """Episodes the sampler holds in its cache at once."""
+    max_context: int = 0
+    """Tokens of an episode, prompt included. 0: the longest prompt plus max_completion_len, as far as the model goes."""
+    gpu_memory: float = 0.0
+    """Share of the card that vLLM may use. 0: chosen from the card, the model and the recipe."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +335,7 @@ def validate(config: Config) -> None:
     require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
     for name in ("beta", "entropy_coef", "weight_decay", "no_plan_penalty", "learning_rate", "eval_temperature"):
         require(knobs[name] >= 0, name, "0 or more")
-    for name in ("dynamic_sampling", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed"):
+    for name in ("dynamic_sampling", "max_context", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed"):
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
                  "keep_checkpoints", "max_bad_steps"):  # fmt: skip
@@ -339,6 +343,7 @@ def validate(config: Config) -> None:
     require(config.rollout.temperature > 0, "temperature", "above 0 (greedy rollouts have no spread to learn from)")
     require(config.eval.eval_limit <= HELD_OUT_SIZE, "eval_limit", f"at most {HELD_OUT_SIZE}, the held-out file's size")
     require(0 < config.rollout.top_p <= 1, "top_p", "in (0, 1]")
+    require(0 <= config.rollout.gpu_memory < 1, "gpu_memory", "in (0, 1), or 0 to let it be chosen")
     require(0 < config.loss.epsilon < 1, "epsilon", "in (0, 1)")
     require(config.optim.max_grad_norm > 0, "max_grad_norm", "above 0")
     require(config.loss.mismatch_cap >= 1, "mismatch_cap", "at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import signal
 import sys
@@ -18,7 +19,9 @@ from grpo import checkpoint, compare, config, console, evaluate, plots, run_fold
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
+from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
+from grpo.engines.vllm_memory import make_plan
 from grpo.guard import Guard
 from grpo.head import describe
 from grpo.metrics import LogHistory, step_metrics, write_completions
@@ -72,7 +75,8 @@ def train(settings: Config, folder: Path, resumed: bool = False) -> None:
         done = 0
         run_folder.create(folder, settings, base)
     console.print_header(
-        header(settings, policy, reference, kernels, packing, folder, done), title="GRPO: ask before you act"
+        header(settings, policy, reference, kernels, packing, folder, done, engine.description),
+        title="GRPO: ask before you act",
     )
     for line in config.cautions(settings):
         print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -151,28 +155,40 @@ def chat_tokens(name: str, tokenizer: Any, generation_config: Any, vocab_size: i
         raise UsageError(f"--model {name}: its tokenizer or chat template fails ({one_line(error)})") from error
 
 
-def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> TorchEngine:
-    """The sampler. It reads the policy's own weights, so nothing has to be synchronised after an update.
+def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> Engine:
+    """The sampler: `--engine`, or vLLM on a GPU where it is installed, else the one in process.
 
-    Its cache has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
-    same kind) plus the episode's token budget, as far as the model's positions go.
+    An episode has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
+    same kind) plus its token budget, as far as the model's positions go.
     """
-    longest = max(len(chat.first_prompt(first_messages(scenario))) for scenario in scenarios)
-    context = longest + PROMPT_MARGIN + settings.rollout.max_completion_len
+    rollout = settings.rollout
+    prompts = [chat.first_prompt(first_messages(scenario)) for scenario in scenarios]
+    longest = max(map(len, prompts))
+    context = rollout.max_context or longest + PROMPT_MARGIN + rollout.max_completion_len
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < longest + PROMPT_MARGIN:
         raise UsageError(
             f"--model {policy.name}: {positions} positions are too few for first prompts of {longest} tokens"
         )
-    return TorchEngine(
-        policy.model,
-        chat.eos_ids,
-        max_context=min(context, positions or context),
-        slots=settings.rollout.max_concurrent,
-        device=policy.device,
+    if rollout.max_context and not longest < context <= (positions or context):
+        raise UsageError(
+            f"--max-context {context}: must be above the longest first prompt, {longest} tokens"
+            + (f", and at most the model's {positions} positions" if positions else "")
+        )
+    context = min(context, positions or context)
+    options: dict[str, Any] = dict(
+        slots=rollout.max_concurrent,
         seed=settings.run.seed,
-        sampling=SamplingConfig(settings.rollout.temperature, settings.rollout.top_p),
-        dtype=policy.dtype,
+        sampling=SamplingConfig(rollout.temperature, rollout.top_p),
+    )
+    on_gpu = policy.device.type == "cuda" and importlib.util.find_spec("vllm") is not None
+    if rollout.engine == "vllm" or (rollout.engine == "auto" and on_gpu):
+        from grpo.engines.vllm_engine import VllmEngine
+
+        plan = make_plan(settings, policy, context, longest)
+        return VllmEngine(policy, chat.eos_ids, plan, canary=prompts[0], **options)
+    return TorchEngine(
+        policy.model, chat.eos_ids, max_context=context, device=policy.device, dtype=policy.dtype, **options
     )
 
 
@@ -228,6 +244,7 @@ def header(
     packing: Packing,
     folder: Path,
     done: int,
+    engine: str = TorchEngine.description,
 ) -> dict[str, str]:
     """What is about to run, for the panel at the start."""
     rollout, optim = settings.rollout, settings.optim
@@ -238,7 +255,7 @@ def header(
         "recipe": settings.run.recipe,
         "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters",
         "device": f"{policy.device}, {torch.get_num_threads()} threads, {str(policy.dtype).removeprefix('torch.')}",
-        "engine": "torch, in process, on the policy's own weights",
+        "engine": engine,
         "loss": f"{loss.loss_type} by {kernels}",
         "reference": anchor if reference else "none (beta 0)",
         "tokens": f"packed: each unique token once, {len(packing.prefix)} of them in every prompt"

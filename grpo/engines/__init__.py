@@ -3,6 +3,10 @@
 An engine speaks token ids only. It runs many episodes at once, each at its own pace: `step` does a little work for all
 of them and hands back whatever turns ended in it, and the caller answers with the next turn of these episodes (or
 releases them) while the others go on.
+
+The trainer tells an engine three things about weights: `weights_changed` after an update, `sleep` when rollouts are
+over, `wake` before the next ones. An engine that samples with the trainer's own weights has nothing to do then; one
+that holds a copy renews it in `wake`.
 """
 
 from __future__ import annotations
@@ -50,11 +54,23 @@ class Engine(Protocol):
     """A sampler. `max_context` is the most tokens, prompt and completion together, an episode can have."""
 
     max_context: int
+    description: str
+    """For the run's header."""
+
+    def wake(self) -> None:
+        """Get ready to sample with the trainer's present weights. Does nothing where that is so already."""
+
+    def weights_changed(self) -> None:
+        """An update has changed the trainer's weights. Cheap: whatever it takes is done in `wake`."""
+
+    def sleep(self) -> None:
+        """No turn will be sampled until the next `wake`: device memory may be given back."""
 
     def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
         """Begin a rollout batch: forget all episodes and everything computed with older weights.
 
-        `step` enters the seeds; `sampling` replaces the engine's own settings for this batch only.
+        `step` enters the seeds; `sampling` replaces the engine's own settings for this batch only. An engine that
+        sleeps or holds older weights wakes first.
         """
 
     def submit(self, request: TurnRequest) -> None:

@@ -109,6 +109,13 @@ class TorchEngine:
         self._drafts = Drafts()
         self._modules = list(self.model.modules())
 
+    description = "torch, in process, on the policy's own weights"
+
+    def wake(self) -> None:
+        """Nothing to do: what the trainer changes is what the next forward reads."""
+
+    weights_changed = sleep = wake
+
     @property
     def num_active(self) -> int:
         """Episodes that hold a slot or wait for one."""
