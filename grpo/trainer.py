@@ -86,8 +86,12 @@ class Trainer:
         """
         watch = Stopwatch()
         if groups is None:
+            self.engine.wake()
+            watch.lap("sync")
             groups = self.sample_groups(step)
             watch.lap("rollout")
+            self.engine.sleep()
+            watch.lap("sync")
             if on_sampled:
                 on_sampled(groups)
                 watch.lap("record")
@@ -248,6 +252,7 @@ class Trainer:
             audit_update(iteration, values)
             if batches:
                 self.optimizer.step()
+                self.engine.weights_changed()
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
 
 
