@@ -65,7 +65,7 @@ class RolloutConfig:
     max_concurrent: int = 64
     """Episodes the sampler holds in its cache at once."""
     max_context: int = 0
-    """Tokens of an episode, prompt included. 0: the longest prompt plus max_completion_len, as far as the model goes."""
+    """Tokens of an episode, prompt included. 0: the longest prompt and max_completion_len, as far as the model goes."""
     gpu_memory: float = 0.0
     """Share of the card that vLLM may use. 0: chosen from the card, the model and the recipe."""
 

@@ -9,7 +9,7 @@ rerun repeats, the members of a group differ.
 vLLM has its own copy of the weights. It is made from the model's configuration alone, with arbitrary values; what it
 samples with comes from the trainer, before the first turn and after each update, in this order:
 
-    wake the weights' memory -> load every tensor once -> forget cached prefixes -> wake the KV cache's memory -> compare
+    wake the weights' memory, load every tensor once, forget cached prefixes, wake the KV cache's memory, compare
 
 Prefixes that were computed with older weights must never be read again, so they are forgotten after the last tensor
 has arrived and before anything is generated. The comparison at the end (see `vllm_sync`) stops the run where vLLM's
