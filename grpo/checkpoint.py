@@ -1,80 +1,231 @@
-"""Checkpoints: weights, optimiser and step counter, enough to go on exactly where the run stopped.
+"""Checkpoints: everything that a run needs to go on exactly where it stopped.
 
-Nothing else is needed: scenarios and every sampled token are functions of (run seed, step, ...), the learning rate is
-a function of the step, and the reference is the base that `config.json` names.
+    checkpoints/step-000050/
+        model.safetensors        weights
+        optimizer.safetensors    AdamW's moments and step counts, `<parameter index>.<name>`
+        state.json               run, settings, step, position in the data and the schedule, place in the log
+        manifest.json            size and SHA-256 of the other files; written last
+
+No generator's state is in it, because none is drawn from: scenarios and every sampled token are functions of (run seed,
+step, ...), the learning rate is a function of the step. The rollouts of a step that was not finished lie beside the
+checkpoints (`grpo.rollout_record`), and the reference is the base that `config.json` names.
+
+Safetensors and JSON only: nothing that is read here can run code.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 from grpo.config import UsageError
+from grpo.files import ASIDE, commit_folder, remove_folder, sha256
 
 FOLDER = "checkpoints"
-FILES = ("model.safetensors", "optimizer.pt", "state.json")
+FORMAT = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 
 
-def save(run_folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Write `checkpoints/step-<step>`, complete or not at all, then drop all but the newest `keep`."""
-    target = run_folder / FOLDER / f"step-{step:06d}"
-    aside = target.with_name(target.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    save_model(model, str(aside / "model.safetensors"))
-    torch.save(optimizer.state_dict(), aside / "optimizer.pt")
-    (aside / "state.json").write_text(json.dumps({"step": step}))
-    for path in aside.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    for old in _complete(run_folder)[:-keep]:
-        shutil.rmtree(old)
+class Damaged(ValueError):
+    """A checkpoint that cannot be used; the text says which file and why."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, as `state.json` holds it; plain JSON data throughout."""
+
+    run_id: str
+    config: dict[str, Any]
+    step: int
+    """Finished steps."""
+    position: dict[str, Any]
+    """What the next step will use, for comparison: the run seed, its first scenario, its learning rate."""
+    log: dict[str, Any]
+    """Where `log_history.json` ended: rows, bytes, tokens so far."""
+
+
+def save(run_folder: Path, progress: Progress, model: Any, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+    """Write `checkpoints/step-<step>`, complete or not at all, then drop all but the newest `keep`.
+
+    Raises:
+        OSError: (disk full, ...) with all earlier checkpoints as they were and nothing left of this one.
+    """
+    folder = run_folder / FOLDER
+    target = folder / f"step-{progress.step:06d}"
+    aside = target.with_name(target.name + ASIDE)
+    for leftover in folder.glob(f"*{ASIDE}"):  # of a run that was killed while it wrote here
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        _write(aside, progress, model, optimizer)
+        commit_folder(aside, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise _as_os_error(error, target) from error
+    for old in finished(run_folder)[:-keep]:
+        remove_folder(old)
     return target
 
 
-def newest(run_folder: Path) -> Path:
-    """The newest complete checkpoint. Raises UsageError where there is none."""
-    found = _complete(run_folder)
-    if not found:
-        raise UsageError(f"--resume {run_folder}: holds no checkpoint to continue from")
-    return found[-1]
+def size(model: Any) -> int:
+    """Bytes that a checkpoint takes, about: weights and two moments."""
+    return sum(3 * p.numel() * p.element_size() for p in model.parameters()) + (1 << 16)
 
 
-def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Restore `model` and `optimizer` in place; returns the number of finished steps.
+def newest_whole(
+    run_folder: Path, run_id: str, config: Mapping[str, Any]
+) -> tuple[Path | None, Progress | None, list[str]]:
+    """The newest checkpoint whose every byte is as it was written, and its progress; None, None where there is none.
+
+    Returns:
+        Also one line on each newer checkpoint that is damaged.
 
     Raises:
-        UsageError: a file is missing or damaged.
+        UsageError: it belongs to another run, or was saved with other settings.
+    """
+    problems: list[str] = []
+    for checkpoint in reversed(finished(run_folder)):
+        try:
+            verify(checkpoint)
+            progress = read_progress(checkpoint)
+        except Damaged as error:
+            problems.append(str(error))
+            continue
+        _check_same_run(checkpoint, progress, run_id, config)
+        return checkpoint, progress, problems
+    return None, None, problems
+
+
+def verify(checkpoint: Path) -> None:
+    """Compare every file with the manifest. Raises Damaged with the first that differs."""
+    try:
+        files = _read_json(checkpoint / MANIFEST)["files"]
+        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in (MODEL, OPTIMIZER, STATE)}
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{checkpoint} is damaged ({MANIFEST}: not a manifest)") from error
+    for name, (length, digest) in expected.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise Damaged(f"{checkpoint} is damaged ({name} is missing)")
+        if path.stat().st_size != length:
+            raise Damaged(f"{checkpoint} is damaged ({name}: {path.stat().st_size} bytes, {length} were written)")
+        if sha256(path) != digest:
+            raise Damaged(f"{checkpoint} is damaged ({name}: other bytes than were written)")
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """`state.json` of a checkpoint. Raises Damaged."""
+    document = _read_json(checkpoint / STATE)
+    try:
+        progress = Progress(**{name: document[name] for name in Progress.__dataclass_fields__})
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{checkpoint} is damaged ({STATE}: {error} is missing)") from error
+    if progress.step != number(checkpoint):
+        raise Damaged(f"{checkpoint} is damaged ({STATE} says step {progress.step})")
+    return progress
+
+
+def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Restore `model` and `optimizer` in place, from a checkpoint that `verify` has found whole.
+
+    Raises:
+        UsageError: it does not fit them.
     """
     try:
-        step = int(json.loads((checkpoint / "state.json").read_text())["step"])
-        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-        load_model(model, str(checkpoint / "model.safetensors"), device=str(next(model.parameters()).device))
+        state = _optimizer_state(checkpoint)
+        load_model(model, str(checkpoint / MODEL), device=str(next(model.parameters()).device))
         optimizer.load_state_dict(state)
-    except Exception as error:  # damaged files raise almost anything
+    except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--resume: {checkpoint} is damaged ({reason}); remove it to use the one before") from error
-    if step != _number(checkpoint):
-        raise UsageError(f"--resume: {checkpoint} is damaged (state.json says step {step}); remove it")
-    return step
+        raise UsageError(f"{checkpoint}: cannot be loaded into this model ({reason})") from error
 
 
-def _complete(run_folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first, in numeric order."""
+def finished(run_folder: Path) -> list[Path]:
+    """Checkpoints, whole or damaged, oldest first, in numeric order."""
     folders = (run_folder / FOLDER).glob("step-*")
-    complete = [f for f in folders if _number(f) is not None and all((f / name).is_file() for name in FILES)]
-    return sorted(complete, key=_number)
+    return sorted((folder for folder in folders if number(folder) is not None), key=number)
 
 
-def _number(folder: Path) -> int | None:
+def number(folder: Path) -> int | None:
     """The step in a checkpoint's name; None for other folders (`step-000003.tmp` was never finished)."""
-    text = folder.name.removeprefix("step-")
-    return int(text) if text.isdecimal() else None
+    match = re.fullmatch(r"step-([0-9]+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def set_aside(run_folder: Path, newer_than: int) -> None:
+    """Rename the (damaged) checkpoints after step `newer_than`, so that they never count as one that is kept."""
+    for checkpoint in finished(run_folder):
+        if number(checkpoint) > newer_than:
+            names = (checkpoint.with_name(f"{checkpoint.name}.damaged{i or ''}") for i in range(1000))
+            checkpoint.rename(next(name for name in names if not name.exists()))
+
+
+def _write(folder: Path, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    tensors = {
+        f"{index}.{name}": tensor.contiguous()
+        for index, values in state["state"].items()
+        for name, tensor in values.items()
+    }
+    save_model(model, str(folder / MODEL))
+    save_file(tensors, str(folder / OPTIMIZER))
+    document = {"format": FORMAT, **progress.__dict__, "param_groups": state["param_groups"]}
+    (folder / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+
+
+def _optimizer_state(checkpoint: Path) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_file(str(checkpoint / OPTIMIZER)).items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = tensor
+    groups = _read_json(checkpoint / STATE)["param_groups"]
+    # JSON has no tuples.
+    groups = [{key: tuple(v) if key == "betas" else v for key, v in group.items()} for group in groups]
+    return {"state": state, "param_groups": groups}
+
+
+def _check_same_run(checkpoint: Path, progress: Progress, run_id: str, config: Mapping[str, Any]) -> None:
+    if progress.run_id != run_id:
+        raise UsageError(f"--resume: {checkpoint} belongs to another run ({progress.run_id}, this one is {run_id})")
+    for name, before, now in _differences(progress.config, config):
+        raise UsageError(
+            f"--resume: {checkpoint} was saved with {name} {before}, config.json says {now}; a resumed run keeps its "
+            "settings"
+        )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(knob, before, now) where two flat configurations differ; JSON has no tuples."""
+    plain = [json.loads(json.dumps(dict(values))) for values in (before, now)]
+    for name in dict.fromkeys([*plain[0], *plain[1]]):
+        if name != "resume" and plain[0].get(name) != plain[1].get(name):
+            yield name, plain[0].get(name), plain[1].get(name)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise Damaged(f"{path.parent} is damaged ({path.name}: {reason})") from error
+
+
+def _as_os_error(error: Exception, target: Path) -> OSError:
+    """safetensors reports a full disk in words of its own: `... (os error 28)`."""
+    if isinstance(error, OSError):
+        return error
+    match = re.search(r"os error (\d+)", str(error))
+    return OSError(int(match[1]) if match else errno.EIO, str(error), str(target))

@@ -15,8 +15,11 @@ ASIDE = ".tmp"
 """Ends the name of what is not finished. Whatever bears it may be removed by the process that holds the run's lock."""
 
 
-def write_atomic(path: str | Path, content: str | bytes) -> None:
+def write_atomic(path: str | Path, content: str | bytes, durable: bool = True) -> None:
     """Write `content` so that `path` holds either what it held before or all of it.
+
+    Args:
+        durable: wait for the disk. Without, a killed process loses nothing, a power failure may (`sync` it later).
 
     Raises:
         OSError: with `path` unchanged; what was written aside is removed then, as it may be what filled the disk.
@@ -26,14 +29,17 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
     aside = path.with_name(f".{path.name}{ASIDE}")
     try:
         with open(aside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+            # A lone surrogate becomes its escape: valid in JSON, readable elsewhere, and no error that costs the file.
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def commit_folder(aside: Path, target: Path) -> None:

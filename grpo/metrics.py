@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from env.clarify import EpisodeRecord, StopReason
 from env.families import FAMILIES
@@ -23,6 +22,7 @@ from env.rubrics import Score, score
 from grpo.advantages import MIN_SPREAD, has_spread
 from grpo.config import UsageError
 from grpo.data_types import Episode, Group
+from grpo.files import write_atomic
 from scenarios.schema import Scenario
 
 FULL_GROUPS = 2
@@ -76,6 +76,10 @@ METRICS: dict[str, str] = {
 }
 
 
+CLOSE = b"\n]\n"
+"""Ends the log's list."""
+
+
 def is_time(key: str) -> bool:
     """True for keys that depend on the clock."""
     return key == "step_time" or key.startswith("time/")
@@ -111,15 +115,6 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(strict(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
-def write_atomic(path: str | Path, text: str) -> None:
-    """Write `text` so that `path` holds either what it held before or all of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 class LogHistory:
     """`log_history.json`: a JSON list, one object per line and step, valid after every `append`.
 
@@ -130,22 +125,28 @@ class LogHistory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.rows: list[dict[str, Any]] = []
-        if self.path.exists():
-            self.rows = _read_rows(self.path)
+        self.rows: list[dict[str, Any]] = read_log(self.path)
         self._rewrite()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of the next step. Raises ValueError where its step does not follow the last one."""
+        """Add the row of the next step.
+
+        Raises:
+            ValueError: its step does not follow the last one.
+            OSError: it cannot be written (a full disk); the file holds the rows before it.
+        """
         row = strict(row)
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             raise ValueError(f"{self.path}: step {row['step']} after step {self.rows[-1]['step']}")
-        text = (",\n" if self.rows else "\n") + dumps(row)
-        # One write call of a few kilobytes: the file goes from valid to valid.
+        text = ((",\n" if self.rows else "\n") + dumps(row)).encode()
         with open(self.path, "r+b", buffering=0) as file:
-            file.seek(self._end)
-            file.write(text.encode() + b"\n]\n")
-        self._end += len(text.encode())
+            try:
+                self._write_at_end(file, text + CLOSE)
+            except OSError:
+                self._write_at_end(file, CLOSE)  # where it stood before, so this needs no room
+                file.truncate()
+                raise
+        self.end += len(text)
         self.rows.append(row)
 
     def truncate_to(self, step: int) -> None:
@@ -153,10 +154,33 @@ class LogHistory:
         self.rows = [row for row in self.rows if row["step"] <= step]
         self._rewrite()
 
+    @property
+    def position(self) -> dict[str, int]:
+        """Where the log stands, as a checkpoint remembers it."""
+        return {"rows": len(self.rows), "bytes": self.end, "num_tokens": last_num_tokens(self.rows)}
+
+    def _write_at_end(self, file: BinaryIO, content: bytes) -> None:
+        """One write call of a few kilobytes: the file goes from valid to valid. A full disk may cut it short."""
+        file.seek(self.end)
+        while content:
+            content = content[file.write(content) :]
+
     def _rewrite(self) -> None:
         body = "[" + ",".join("\n" + dumps(row) for row in self.rows)
-        write_atomic(self.path, body + "\n]\n")
-        self._end = len(body.encode())  # where the next row goes
+        self.end = len(body.encode())  # where the next row goes
+        content = body.encode() + CLOSE
+        if not self.path.exists() or self.path.read_bytes() != content:
+            write_atomic(self.path, content)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log, [] where there is none yet. Raises UsageError where it is something else."""
+    return _read_rows(path) if path.exists() else []
+
+
+def last_num_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
+    """`num_tokens` of the last row."""
+    return (rows[-1].get("num_tokens") or 0) if rows else 0
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -309,7 +333,7 @@ def write_completions(
 
     `advantages` is [P][G], as the groups are. The markdown file shows the first `FULL_GROUPS` groups turn by turn and
     one line for each other episode; the JSON lines hold every episode. Sizes are bounded by the episode's token budget:
-    about 1.5 kB per episode.
+    about 1.5 kB per episode. Nobody waits for the disk: a checkpoint does, for the files of all steps it covers.
     """
     folder = Path(folder)
     rows = [
@@ -317,8 +341,15 @@ def write_completions(
         for index, (group, row) in enumerate(zip(groups, advantages, strict=True))
         for episode, advantage in zip(group.episodes, row, strict=True)
     ]
-    write_atomic(folder / f"step_{step:05d}.jsonl", "".join(dumps({"step": step} | row) + "\n" for row in rows))
-    write_atomic(folder / f"step_{step:05d}.md", _markdown(step, groups, rows))
+    lines = "".join(dumps({"step": step} | row) + "\n" for row in rows)
+    markdown, programs = completion_paths(folder, step)
+    write_atomic(programs, lines, durable=False)
+    write_atomic(markdown, _markdown(step, groups, rows), durable=False)
+
+
+def completion_paths(folder: Path, step: int) -> tuple[Path, Path]:
+    """A step's two files: for people, for programs."""
+    return folder / f"step_{step:05d}.md", folder / f"step_{step:05d}.jsonl"
 
 
 def _episode_row(index: int, episode: Episode, advantage: float) -> dict[str, Any]:

@@ -42,6 +42,47 @@ class DamagedRecord(ValueError):
     """A file that is no rollout record, or was one."""
 
 
+class Recorder:
+    """The rollouts of a run, one file a step, from the oldest kept checkpoint on: `rollouts/step-000012.json.gz`.
+
+    A resumed run trains on what is there instead of sampling it again: the step that was half-finished, and those
+    between it and the checkpoint. `about` goes into each record; its `run_id` says whose rollouts they are.
+    """
+
+    FOLDER = "rollouts"
+
+    def __init__(self, run_folder: Path, **about: Any):
+        self.folder, self.about = run_folder / self.FOLDER, about
+
+    def path(self, step: int) -> Path:
+        """The file of step number `step`, from 1 as in the log."""
+        return self.folder / f"step-{step:06d}.json.gz"
+
+    def save(self, step: int, groups: Sequence[Group]) -> None:
+        """Record a step's rollouts. Raises OSError."""
+        save(self.path(step), groups, step=step, **self.about)
+
+    def load(self, step: int) -> list[Group] | None:
+        """The recorded rollouts of a step; None where there are none.
+
+        Raises:
+            DamagedRecord: damaged, or of another run.
+        """
+        if not self.path(step).exists():
+            return None
+        record = load(self.path(step))
+        if (record.about.get("run_id"), record.about.get("step")) != (self.about["run_id"], step):
+            raise DamagedRecord(f"{self.path(step)}: belongs to another run or step")
+        return record.groups
+
+    def prune(self, step: int) -> None:
+        """Remove the records up to `step`."""
+        for path in self.folder.glob("step-*.json.gz"):
+            number = path.name.removeprefix("step-").removesuffix(".json.gz")
+            if number.isdecimal() and int(number) <= step:
+                path.unlink()
+
+
 def save(path: str | Path, groups: Sequence[Group], **about: Any) -> None:
     """Write `groups` to `path`, whole or not at all. `about` is plain JSON data. Raises OSError."""
     document = {"format": FORMAT, "about": about, "groups": [_group(group) for group in groups]}

@@ -5,30 +5,32 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
-import signal
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from env.prompts import TOOLS, first_messages
-from grpo import checkpoint, compare, config, console, evaluate, plots, run_folder
+from grpo import checkpoint, compare, config, console, evaluate, plots, resume, run_folder
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
+from grpo.data_types import Group
 from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.engines.vllm_memory import make_plan
+from grpo.files import ASIDE, commit_folder, sync
 from grpo.guard import Guard
 from grpo.head import describe
-from grpo.metrics import LogHistory, step_metrics, write_completions
+from grpo.metrics import LogHistory, completion_paths, last_num_tokens, step_metrics, write_completions
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
+from grpo.rollout_record import Recorder
 from grpo.sampling import SamplingConfig
-from grpo.trainer import Trainer
+from grpo.signals import Signals
+from grpo.trainer import StepResult, Trainer
 from scenarios.generator import held_out
 from scenarios.schema import Scenario
 
@@ -41,102 +43,177 @@ def start(args: list[str]) -> None:
     Raises:
         UsageError: bad flags or values, a folder that must not be touched, a model that cannot be loaded. Nothing has
             been written then.
+        RunStopped: the run cannot go on; what it had saved stays.
     """
-    resume = config.flag_value(args, "resume")
-    with config.naming_variables(args):
-        if resume is not None:
-            if not resume:
+    resume_from = config.flag_value(args, "resume")
+    with config.naming_variables(args), contextlib.ExitStack() as held:
+        if resume_from is not None:
+            if not resume_from:
                 raise UsageError("--resume: must name the folder of a run")
-            folder = Path(resume)
+            folder = Path(resume_from)
             stored = run_folder.stored_config(folder)
             settings = config.parse(args, defaults=stored)
             config.refuse_changes(stored, settings)
-            checkpoint.newest(folder)
+            held.enter_context(run_folder.locked(folder, "--resume"))
+            resume.check_files(folder, settings)
         else:
             settings = config.parse(args)
             folder = run_folder.choose(settings)
-        train(settings, folder, resumed=resume is not None)
+        train(settings, folder, held, resumed=resume_from is not None)
 
 
-def train(settings: Config, folder: Path, resumed: bool = False) -> None:
-    """Run (or finish) the training described by `settings` in `folder`."""
+def train(settings: Config, folder: Path, held: contextlib.ExitStack, resumed: bool = False) -> None:
+    """Run (or finish) the training described by `settings` in `folder`. `held` keeps the lock of a new folder."""
+    signals = held.enter_context(Signals())
+    trainer, kernels = make_trainer(settings)
+    policy = trainer.policy
+    base, machine = fingerprint(policy), describe_machine(policy)
+    restart = resume.Restart(None, 0, [])
+    if resumed:
+        run_folder.check_base(folder, base)
+        restart = resume.find_restart(folder, trainer)
+    require_space(settings, folder, policy, restart.done)
+    if not resumed:
+        held.enter_context(run_folder.locked(folder, "--output-dir"))
+        run_folder.create(folder, settings, base, machine)
+    rows = header(
+        settings, policy, trainer.reference, kernels, trainer.packing, folder, restart.done, trainer.engine.description
+    )
+    console.print_header(rows, title="GRPO: ask before you act")
+    for line in config.cautions(settings):
+        resume.say(f"warning: {line}")
+    for line in run_folder.changed_machine(folder, machine):
+        resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
+
+    # Before the checkpoint is loaded: until then the policy is the base.
+    before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
+    restart.apply(folder, trainer)
+    history = run_steps(settings, trainer, folder, restart.done, signals)
+
+    with run_folder.writing(folder, settings.optim.num_steps):
+        save_final(policy, folder / "final")
+    again = restart.done < settings.optim.num_steps
+    after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), again)
+    comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
+    with run_folder.writing(folder, settings.optim.num_steps):
+        plots.plot_run(folder / "plots", history.rows, comparison)
+    console.print_outcome(comparison, artefacts(folder))
+
+
+def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals) -> LogHistory:
+    """The steps from number `done`, each recorded, logged, and every `save_every`th one saved.
+
+    Raises:
+        SystemExit: after a signal, with a checkpoint.
+        RunStopped: a full disk, or too many dropped steps.
+    """
+    history = LogHistory(folder / "log_history.json")
+    history.truncate_to(done)
+    guard = Guard(folder, settings, trainer.policy, trainer.engine)
+    saver = Saver(folder, settings, trainer, history, done)
+    total = settings.optim.num_steps
+    with console.StepProgress(total, done) as progress, signals.finish_first():
+        for index in range(done, total):
+            step = index + 1
+            groups = resume.recorded(saver.recorder, step)
+            with guard.watching(step):
+                result = trainer.step(index, groups, on_sampled=partial(saver.record, step))
+            row = step_metrics(
+                result.groups,
+                step=step,
+                losses=result.losses,
+                seconds=result.seconds,
+                num_tokens_before=last_num_tokens(history.rows),
+            )
+            saver.log(row, result)
+            progress.update(row)
+            stopped = guard.after(history.rows, result.groups)
+            interrupted = signals.received is not None
+            if step == total or stopped or interrupted or saver.due(step):
+                saver.checkpoint(step)
+            if stopped:
+                raise stopped
+            if interrupted and step < total:
+                print(f"\nto continue: python train.py --resume {folder}")
+                raise SystemExit(signals.exit_code)
+    return history
+
+
+class Saver:
+    """What a run writes between its steps, in an order that a kill at any moment leaves whole: rollouts before they are
+    used, the log's line after the update, and what a checkpoint covers before the checkpoint."""
+
+    def __init__(self, folder: Path, settings: Config, trainer: Trainer, history: LogHistory, done: int):
+        document = run_folder.stored(folder)
+        self.folder, self.settings, self.trainer, self.history = folder, settings, trainer, history
+        self.run_id, self.config = document["run_id"], document["config"]
+        self.recorder = Recorder(folder, run_id=self.run_id, config=self.config, base_sha256=document["base_sha256"])
+        self.saved = done
+        self.warned = False
+
+    def record(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep a step's rollouts before anything is done with them."""
+        with run_folder.writing(self.folder, step):
+            self.recorder.save(step, groups)
+
+    def log(self, row: dict[str, Any], result: StepResult) -> None:
+        """Write a finished step's line and episodes."""
+        with run_folder.writing(self.folder, row["step"]):
+            write_completions(self.folder / "completions", row["step"], result.groups, result.advantages)
+            self.history.append(row)
+        free, needed = shutil.disk_usage(self.folder).free, checkpoint.size(self.trainer.policy.model)
+        if free < needed and not self.warned:
+            sizes = f"{run_folder.megabytes(free)} free, the next checkpoint needs {run_folder.megabytes(needed)}"
+            resume.say(f"warning: the disk of {self.folder} is nearly full: {sizes}")
+        self.warned = free < needed
+
+    def due(self, step: int) -> bool:
+        """Is a checkpoint due after this step?"""
+        return bool(self.settings.run.save_every) and step % self.settings.run.save_every == 0
+
+    def checkpoint(self, step: int) -> None:
+        """Save the state after `step`, then drop what no kept checkpoint needs."""
+        keep = self.settings.run.keep_checkpoints
+        progress = checkpoint.Progress(
+            self.run_id, self.config, step, self.trainer.position(step), self.history.position
+        )
+        with run_folder.writing(self.folder, step):
+            sync(self.history.path)
+            for covered in range(self.saved + 1, step + 1):
+                for path in completion_paths(self.folder / "completions", covered):
+                    sync(path)
+            checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
+            # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
+            kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
+            self.recorder.prune(kept[0])
+        self.saved = step
+
+
+def make_trainer(settings: Config) -> tuple[Trainer, str]:
+    """Policy, sampler, reference and optimiser of a run, and what to call the kernels. Raises UsageError."""
     policy = load_policy(settings.model)
     kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
     chat = make_chat(policy)
     engine = make_engine(settings, policy, chat, held_out(None))
     packing = make_packing(settings, policy, chat, engine.max_context)
     reference = Reference(settings.model, packing, engine.max_context) if settings.loss.beta > 0 else None
-    trainer = Trainer(settings, policy, engine, chat, reference, packing)
-    base = fingerprint(policy)
-    if resumed:
-        run_folder.check_base(folder, base)
-        done = checkpoint.load(checkpoint.newest(folder), policy.model, trainer.optimizer)
-    else:
-        done = 0
-        run_folder.create(folder, settings, base)
-    console.print_header(
-        header(settings, policy, reference, kernels, packing, folder, done, engine.description),
-        title="GRPO: ask before you act",
-    )
-    for line in config.cautions(settings):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-
-    before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
-    history = LogHistory(folder / "log_history.json")
-    history.truncate_to(done)
-    total = settings.optim.num_steps
-    guard = Guard(folder, settings, policy, engine)
-    with console.StepProgress(total, done) as progress, interruptible() as interrupted:
-        for index in range(done, total):
-            with guard.watching(index + 1):
-                result = trainer.step(index)
-            row = step_metrics(
-                result.groups,
-                step=index + 1,
-                losses=result.losses,
-                seconds=result.seconds,
-                num_tokens_before=history.rows[-1]["num_tokens"] if history.rows else 0,
-            )
-            write_completions(folder / "completions", index + 1, result.groups, result.advantages)
-            history.append(row)
-            progress.update(row)
-            stopped = guard.after(history.rows, result.groups)
-            last = index + 1 == total or bool(interrupted) or stopped is not None
-            if last or (settings.run.save_every and (index + 1) % settings.run.save_every == 0):
-                checkpoint.save(folder, index + 1, policy.model, trainer.optimizer, settings.run.keep_checkpoints)
-            if stopped:
-                raise stopped
-            if interrupted:
-                print(f"\nto continue: python train.py --resume {folder}")
-                raise KeyboardInterrupt
-
-    save_final(policy, folder / "final")
-    after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"))
-    comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
-    plots.plot_run(folder / "plots", history.rows, comparison)
-    console.print_outcome(comparison, artefacts(folder))
+    return Trainer(settings, policy, engine, chat, reference, packing), kernels
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C lets the step finish, so that a checkpoint can be written: the list is not empty then. A second one
-    stops at once."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
+def describe_machine(policy: Policy) -> dict[str, Any]:
+    """What the last bits of a number depend on besides settings and versions."""
+    return {"device": str(policy.device), "dtype": str(policy.dtype), "threads": torch.get_num_threads()}
 
-    def on_signal(number: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-        print("\nfinishing this step, then writing a checkpoint; Ctrl-C again stops at once", flush=True)
 
-    previous = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def require_space(settings: Config, folder: Path, policy: Policy, done: int) -> None:
+    """Raises UsageError where the disk has no room for the checkpoints that the run will hold at once."""
+    keep, every, left = settings.run.keep_checkpoints, settings.run.save_every, settings.optim.num_steps - done
+    saves = -(-left // every) if every else min(left, 1)
+    there = len(checkpoint.finished(folder))
+    number = max(0, min(keep + 1, there + saves) - there)
+    needed = number * checkpoint.size(policy.model) + checkpoint.size(policy.model) // 3
+    what = f"{number} more checkpoints at a time and the final model; --keep-checkpoints is {keep}"
+    run_folder.require_space(folder, needed, what, "--resume" if done else "--output-dir")
 
 
 def make_chat(policy: Policy) -> ChatTokens:
@@ -203,11 +280,11 @@ def make_packing(settings: Config, policy: Policy, chat: ChatTokens, max_context
     return Packing(prefix=common_prefix(prompts))
 
 
-def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict[str, Any] | None:
-    """Evaluate the policy as it is and write `path`; a resumed run reads what is there already."""
+def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: bool = False) -> dict[str, Any] | None:
+    """Evaluate the policy as it is and write `path`; a resumed run reads what is there already, unless `again`."""
     if settings.eval.eval_limit == 0:
         return None
-    if path.exists():
+    if path.exists() and not again:
         return compare.load_report(path)
     scenarios = held_out(settings.eval.eval_limit)
     with console.episode_progress(f"evaluating {name}", 2 * len(scenarios)) as progress:
@@ -222,18 +299,18 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str) -> dict
             also_greedy=True,
             progress=progress,
         )
-    run_folder.write_json(path, report)
+    with run_folder.writing(path.parent, 0 if path.name == "eval_before.json" else settings.optim.num_steps):
+        run_folder.write_json(path, report)
     return report
 
 
 def save_final(policy: Policy, folder: Path) -> None:
     """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings."""
-    aside = folder.with_name(folder.name + ".tmp")
+    aside = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     policy.model.save_pretrained(aside)
     policy.tokenizer.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    commit_folder(aside, folder)
 
 
 def header(

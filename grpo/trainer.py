@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,11 +121,23 @@ class Trainer:
 
         rewards = [group.rewards for group in groups]
         if config.loss.kl_in == "reward" and not self.at_reference:  # there the penalty is 0
-            rewards = self.anchor_rewards(rewards, batches, ref_logprobs)
-        advantages = adv.group_advantages(rewards, config.loss.scale_rewards)
+            rewards = self.anchor_rewards(rewards, episodes, weights, batches, ref_logprobs)
+        if all(r is None or math.isfinite(r) for group in rewards for r in group):
+            advantages = adv.group_advantages(rewards, config.loss.scale_rewards)
+        else:  # a penalty that is not: so is the loss then, and the update is dropped
+            advantages = [[math.nan] * len(group) for group in rewards]
         losses = self.update(step, batches, ref_logprobs, torch.tensor([a for group in advantages for a in group]))
         watch.lap("update")
         return StepResult(groups, advantages, losses, watch.seconds)
+
+    def position(self, step: int) -> dict[str, object]:
+        """Where step number `step` stands in data and schedule. A checkpoint holds it, and a resumed run compares."""
+        config = self.config
+        return {
+            "seed": config.run.seed,
+            "next_scenario": step * (1 + config.rollout.dynamic_sampling) * config.rollout.prompts_per_step,
+            "learning_rate": learning_rate(step, config.optim),
+        }
 
     def sample_groups(self, step: int) -> list[Group]:
         """P groups of G episodes. With dynamic sampling, groups without reward spread are replaced, as far as the cap
@@ -185,13 +198,23 @@ class Trainer:
     def anchor_rewards(
         self,
         rewards: list[list[float | None]],
+        episodes: Sequence[Episode],
+        weights: Sequence[float],
         batches: Sequence[TokenBatch],
         ref_logprobs: Sequence[torch.Tensor | None],
     ) -> list[list[float | None]]:
-        """`--kl-in reward`: r - beta * (mean k1 over the episode's trained tokens)."""
+        """`--kl-in reward`: r - beta * (mean k1 over the episode's sampled tokens).
+
+        A truncated episode that is masked is not in `batches`, but its reward is in its group's baseline: it is
+        penalised like the others.
+        """
         group_size = self.config.rollout.num_generations
         penalties = torch.zeros(len(rewards) * group_size)
-        for batch, ref in zip(batches, ref_logprobs):
+        masked = [float(weight == 0 and episode.reward is not None) for episode, weight in zip(episodes, weights)]
+        more = make_microbatches(episodes, masked, max_tokens=self.config.optim.microbatch_tokens, packing=self.packing)
+        more = [batch.to(self.policy.device) for batch in more]
+        more_ref = self.reference_logprobs(episodes, masked, more)
+        for batch, ref in zip([*batches, *more], [*ref_logprobs, *more_ref]):
             logprobs, _ = score(self.policy, batch, self.config.rollout.temperature)
             penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
         beta, flat = self.config.loss.beta, penalties.tolist()
