@@ -273,11 +273,11 @@ def alarms(rows: Sequence[Mapping[str, Any]], config: Config, gap_limit: float |
     if silent == limit:
         again = f", in {batches} rounds of sampling each" if batches > 1 else ""
         pull = "only the KL term moves the weights" if config.loss.beta > 0 else "the weights do not move"
-        lines.append(f"{since}: no group's rewards differ{again}, so there is nothing to learn from ({pull})")
+        same = f" (reward {row['reward']} in each step)" if constant >= limit else ""
+        lines.append(f"{since}: no group's rewards differ{again}{same}, so there is nothing to learn from: {pull}")
     elif constant == STREAK and silent < limit:
-        lines.append(
-            f"steps {row['step'] - STREAK + 1} to {row['step']}: the reward is exactly {row['reward']} in each"
-        )
+        first, last = row["step"] - STREAK + 1, row["step"]
+        lines.append(f"steps {first} to {last}: the mean reward is exactly {row['reward']} in each")
     if gap_limit is not None:
         over = _streak(rows, lambda each: (each["sampler_gap/mean"] or 0.0) > gap_limit, 2)
         if over == 1:
