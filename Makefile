@@ -1,12 +1,13 @@
 # Two commands from a fresh clone: `make train` and `make test`. ARGS reaches train.py: make train ARGS="--seed 1".
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 # Pinned: the release that is tested, for which CPU and CUDA builds exist. An installed torch is kept as it is.
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: setup train test bench bench-baselines lint clean
+.PHONY: setup train test test-vllm bench bench-baselines lint clean
 
 setup: $(VENV)/.installed
 
@@ -25,6 +26,13 @@ test: setup
 	$(BIN)/python -m ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests
 
+# The tests that run vLLM's real engine, on a CPU too, in an environment of their own. Code 77: it cannot be installed on
+# this machine, for the reason printed; everything else that goes wrong is a failure.
+test-vllm:
+	@code=0; $(PYTHON) tests/vllm/install.py "$(VENV_VLLM)" "$(TORCH)" || code=$$?; \
+	if [ $$code -eq 77 ]; then exit 0; elif [ $$code -ne 0 ]; then exit $$code; fi; \
+	set -x; "$(VENV_VLLM)/bin/python" -m pytest -q -m vllm tests/vllm
+
 # CPU: under three minutes. ARGS="--budget 900" for more rounds, ARGS="--device cuda" on a GPU.
 bench: setup
 	$(BIN)/python kernels/bench $(ARGS)
@@ -37,4 +45,4 @@ lint: setup
 	$(BIN)/python -m ruff check .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
 from env.policies import POLICIES
+from env.prompts import first_messages
 from grpo import run_folder
 from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
@@ -17,8 +18,13 @@ from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash,
 from scenarios.generator import HELD_OUT_FILE, held_out
 from scenarios.schema import Scenario, load_scenarios
 
+if TYPE_CHECKING:  # scripted policies and comparisons need neither
+    from grpo.chat import ChatTokens
+    from grpo.engines import Engine
+
 File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 Count = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
+Address = Annotated[str | None, arg(metavar="URL", help_behavior_hint="")]
 Switch = FlagCreatePairsOff[bool]
 
 
@@ -56,6 +62,9 @@ class Arguments:
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: float32 on a CPU, bfloat16 on a GPU."""
+    vllm_url: Address = None
+    """Ask a running `vllm serve` (or a server like it) at this address; --model names the model that it serves, whose
+    tokenizer is read here. Evaluation only: a server cannot be trained through it."""
     compare: Annotated[tuple[Path, ...] | None, arg(metavar="FILE FILE ...", help_behavior_hint="")] = None
     """Compare evaluation files, the base first; nothing is evaluated then."""
     plot: File = None
@@ -86,6 +95,8 @@ def check(args: Arguments) -> None:
         raise UsageError("--full: plays the bundled held-out file as a whole; leave out --scenarios and --limit")
     if args.plot and args.compare is None:
         raise UsageError("--plot: needs --compare")
+    if args.vllm_url is not None:
+        check_served(args)
     if args.compare is not None:
         if len(args.compare) < 2:
             raise UsageError("--compare: give at least two evaluation files, the base first")
@@ -96,6 +107,17 @@ def check(args: Arguments) -> None:
         check_writable("plot", plot_of(args), args.overwrite)
     elif args.output is not None:
         check_writable("output", args.output, args.overwrite)
+
+
+def check_served(args: Arguments) -> None:
+    """--vllm-url takes the place of a sampler here. Raises UsageError for flags that would have no effect."""
+    for flag, value in {"engine": args.engine, "device": args.device, "dtype": args.dtype}.items():
+        if value != "auto":
+            raise UsageError(f"--{flag} {value}: is the server's choice with --vllm-url; leave it out")
+    if args.compare is not None:
+        raise UsageError("--vllm-url: nothing is evaluated with --compare; leave it out")
+    if args.model in POLICIES:
+        raise UsageError(f"--vllm-url: {args.model} is a scripted policy; give --model the folder that is served")
 
 
 def plot_of(args: Arguments) -> Path:
@@ -168,17 +190,10 @@ def choose_scenarios(args: Arguments) -> tuple[list[Scenario], dict[str, str]]:
 
 def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, Any]:
     """The report of a language model."""
-    from grpo.model import load_policy
-    from grpo.run import make_chat, make_engine
-
     length = args.max_completion_len or default_length(args.model)
-    knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "engine": args.engine}
-    settings = Config().with_values(knobs | {"max_completion_len": length})
-    policy = load_policy(settings.model)
-    chat = make_chat(policy)
-    engine = make_engine(settings, policy, chat, scenarios)
+    engine, chat = (own_engine if args.vllm_url is None else served_engine)(args, scenarios, length)
     with episode_progress(f"evaluating {args.model}", len(scenarios) * (1 + args.also_greedy)) as progress:
-        return evaluate_model(
+        report = evaluate_model(
             engine,
             chat,
             scenarios,
@@ -191,6 +206,32 @@ def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, An
             also_greedy=args.also_greedy,
             progress=progress,
         )
+    return report if args.vllm_url is None else report | {"server": engine.about}
+
+
+def own_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple[Engine, ChatTokens]:
+    """The model is loaded here."""
+    from grpo.model import load_policy
+    from grpo.run import make_chat, make_engine
+
+    knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "engine": args.engine}
+    settings = Config().with_values(knobs | {"max_completion_len": length})
+    policy = load_policy(settings.model)
+    chat = make_chat(policy)
+    return make_engine(settings, policy, chat, scenarios), chat
+
+
+def served_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple[Engine, ChatTokens]:
+    """A server has the model; only its tokenizer is loaded here."""
+    from grpo.engines.server_engine import connect
+    from grpo.model import load_tokenizer, source_of
+    from grpo.run import chat_tokens
+
+    chat = chat_tokens(args.model, *load_tokenizer(args.model))
+    prompts = [chat.first_prompt(first_messages(scenario)) for scenario in scenarios]
+    engine = connect(args.vllm_url, args.model, source_of(args.model), chat, prompts)
+    print(f"served by {engine.server.url} as {engine.model}, context {engine.max_context} tokens", flush=True)
+    return engine, chat
 
 
 def default_length(model: str) -> int:

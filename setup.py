@@ -54,9 +54,13 @@ setup(
         "rich>=13",
         "matplotlib>=3.8",
         "jinja2>=3.1",
+        # The client of `eval.py --vllm-url`: retries and time limits are its own. 2.6: a limit for Retry-After.
+        "urllib3>=2.6",
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6"],
+        # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
+        "vllm": ["vllm==0.32.*"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
         # Only for the baselines of kernels/bench, which were written for these versions.

@@ -230,7 +230,7 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
     """
     env = dict(os.environ) if env is None else env
     if flag_value(args, "vllm_url") is not None:
-        raise UsageError("--vllm-url: a server is for evaluation (eval.py); training must replace the sampler's weights")
+        raise UsageError("--vllm-url: for evaluation only (eval.py); training must replace the sampler's weights")
     if defaults is None:
         recipe = _recipe_name(args)
         defaults = Config().with_values(RECIPES[recipe] | {"recipe": recipe})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from grpo import tree_attention
@@ -54,18 +54,19 @@ def load_policy(config: ModelConfig) -> Policy:
             whose logits are not its head applied to its last hidden state.
     """
     device = _device(config.device)
-    source = _source(config.model)
+    source = source_of(config.model)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        model_config = AutoConfig.from_pretrained(source)
+        # A folder's own code is never run. Left out, the argument would have transformers ask at the terminal.
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
             if getattr(model_config, name, None):
                 setattr(model_config, name, 0.0)
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=model_config, dtype=torch.float32, output_loading_info=True
+            source, config=model_config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged folder raises almost anything, from seven libraries
         raise UsageError(f"--model {config.model}: not a loadable causal language model ({one_line(error)})") from error
     missing = sorted(report["missing_keys"])
@@ -81,6 +82,27 @@ def load_policy(config: ModelConfig) -> Policy:
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)
     _check_head(policy)
     return policy
+
+
+def load_tokenizer(name: str) -> tuple[Any, Any]:
+    """Tokenizer and generation config of a model whose weights are elsewhere, on a server.
+
+    Raises:
+        UsageError: no such model, or no tokenizer in it.
+    """
+    source = source_of(name)
+    transformers_logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        try:
+            generation_config = GenerationConfig.from_pretrained(source)
+        except OSError:  # none in the folder: what a loaded model would have
+            generation_config = GenerationConfig.from_model_config(
+                AutoConfig.from_pretrained(source, trust_remote_code=False)
+            )
+    except Exception as error:  # as in `load_policy`
+        raise UsageError(f"--model {name}: its tokenizer cannot be loaded ({one_line(error)})") from error
+    return tokenizer, generation_config
 
 
 def one_line(error: BaseException) -> str:
@@ -111,7 +133,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """What transformers shall load. A path that is not there never turns into a hub lookup."""
     if name == "tiny":
         return str(TINY_FOLDER)

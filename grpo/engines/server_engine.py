@@ -1,0 +1,355 @@
+"""A served model as an engine, for evaluation only: OpenAI-compatible completions, token ids in and token ids out.
+
+    vllm serve MODEL
+    python eval.py --model MODEL --vllm-url http://localhost:8000
+
+A turn is one request. Many are in flight at once, each in a thread of its own, so an episode whose turn has ended is
+answered while the others are still being sampled; the server batches them. Its prefix cache recognises an episode's
+earlier turns. Each request says all of how to sample: what a model folder's generation config or the server's flags
+would choose (top_k, penalties, further stop ids) changes nothing.
+
+It cannot train. The weights are the server's, and its log-probs need not be those of the distribution that was sampled
+from: `vllm serve` gives those at temperature 1 unless told otherwise (`--logprobs-mode`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import urllib3
+from urllib3.util import Retry, Timeout, parse_url
+
+from grpo.chat import ChatTokens
+from grpo.config import UsageError
+from grpo.engines import Key, TurnOutput, TurnRequest
+from grpo.sampling import SamplingConfig, random_stream
+
+READ_TIMEOUT = 600.0
+"""Seconds until a request counts as lost: a long turn, behind other turns, on a slow machine, ends in this time."""
+RETRIES = Retry(
+    total=5,
+    read=2,  # each may have cost READ_TIMEOUT
+    allowed_methods=None,  # POST too: a repeated completion is the same work, with the same seed
+    status_forcelist=(408, 429, 500, 502, 503, 504),
+    backoff_factor=0.5,  # 0, 1, 2, 4, 8 seconds, or what Retry-After says
+    backoff_jitter=0.5,
+    retry_after_max=60,
+    redirect=0,
+    raise_on_status=False,
+)
+KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
+
+# It warns of every retry, in each thread; what remains after the last one is reported in one line.
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+
+
+class Server:
+    """An address that speaks the OpenAI API. Whatever goes wrong there is a UsageError of one line that names it.
+
+    Args:
+        url: `http://host:port`, with or without `/v1`.
+        timeout: seconds for one answer.
+        retries: of requests after the first contact, which is not repeated.
+        connections: kept open, so at most so many requests at once are fast.
+
+    Where the server wants a key (`--api-key`), it is read from the environment variable `VLLM_API_KEY`.
+    """
+
+    def __init__(self, url: str, timeout: float = READ_TIMEOUT, retries: Retry = RETRIES, connections: int = 64):
+        try:
+            parsed = parse_url(url.strip())
+        except urllib3.exceptions.LocationParseError:
+            parsed = None
+        if not parsed or parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+            raise UsageError(f"--vllm-url {url}: must be an address such as http://localhost:8000")
+        # Without what may stand before the host: names and passwords belong into no message.
+        netloc = parsed.host if parsed.port is None else f"{parsed.host}:{parsed.port}"
+        self.url = f"{parsed.scheme}://{netloc}{(parsed.path or '').rstrip('/').removesuffix('/v1')}"
+        self.retries, self.timeout = retries, timeout
+        headers = urllib3.make_headers(basic_auth=parsed.auth)
+        if os.environ.get(KEY_VARIABLE):
+            headers["authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
+        self._pool = urllib3.PoolManager(maxsize=connections, headers=headers)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """First contact: one try."""
+        return self._call("GET", path, None, self.retries.new(total=0))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object that comes back for the JSON object `body`. Safe to call from several threads."""
+        return self._call("POST", path, body, self.retries)
+
+    def error(self, text: str) -> UsageError:
+        """To be raised: one line that says whose fault it is."""
+        return UsageError(f"--vllm-url {self.url}: {text}")
+
+    def _call(self, method: str, path: str, body: Any, retries: Retry) -> dict[str, Any]:
+        timeout = Timeout(connect=10, read=self.timeout)
+        try:
+            response = self._pool.request(method, self.url + path, json=body, timeout=timeout, retries=retries)
+        except urllib3.exceptions.HTTPError as error:
+            raise self.error(self._reason(error)) from error
+        if response.status != 200:
+            raise self.error(f"{method} {path} was answered with {response.status}, {_excerpt(response)}")
+        try:
+            document = response.json()
+        except ValueError as error:
+            raise self.error(f"{method} {path} was answered with no JSON: {_excerpt(response)}") from error
+        if not isinstance(document, dict):
+            raise self.error(f"{method} {path} was answered with no JSON object: {_excerpt(response)}")
+        return document
+
+    def _reason(self, error: Exception) -> str:
+        cause = getattr(error, "reason", None) or error
+        if isinstance(cause, urllib3.exceptions.ReadTimeoutError):
+            return f"no answer within {self.timeout:g} s"
+        text = str(cause).split("Failed to establish a new connection: ")[-1]
+        return f"cannot be reached ({text}); start it with `vllm serve MODEL`"
+
+
+class ServerEngine:
+    """Implements `grpo.engines.Engine` on a server's completions; see the module's text. Made by `connect`.
+
+    A turn's seed is a hash of (seed, step, scenario, member, turn): members differ, and a rerun repeats them as far as
+    the server does, whose rounding may depend on what else it computes at the time.
+
+    Args:
+        server: where to ask.
+        model: name under which it serves the model.
+        eos_ids: ids that end a turn; no others do.
+        max_context: most tokens of an episode.
+        concurrency: requests in flight at most; more episodes than that wait in line.
+        seed: for sampling configs without one.
+        sampling: temperature and top-p unless `start` says otherwise.
+
+    Log-probs are what the server gives. `step` waits until a turn ends; it raises the UsageError of a request that
+    failed for good, and the batch is lost then.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        eos_ids: Collection[int],
+        max_context: int,
+        concurrency: int = 64,
+        seed: int = 0,
+        sampling: SamplingConfig | None = None,
+    ):
+        self.server, self.model, self.eos_ids = server, model, frozenset(eos_ids)
+        self.max_context, self.concurrency, self.seed = max_context, concurrency, seed
+        self.default_sampling = sampling or SamplingConfig()
+        self.about = {"model": model, "max_context": max_context}
+        """What a report should say of the server, JSON types."""
+        self.start(0)
+
+    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+        """Begin a batch. What is still in flight of an older one is forgotten: its answers go to a queue of its own."""
+        self._step, self.sampling = step, sampling or self.default_sampling
+        self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
+        self._episodes: dict[Key, bool] = {}  # live ones -> whether a turn of theirs is being sampled
+        self._waiting: deque[TurnRequest] = deque()
+        self._in_flight = 0
+        self._answers: SimpleQueue[tuple[Key, TurnOutput | Exception]] = SimpleQueue()
+
+    @property
+    def num_active(self) -> int:
+        """Episodes that have begun and are not released."""
+        return len(self._episodes)
+
+    def submit(self, request: TurnRequest) -> None:
+        """Send a turn, or queue it. ValueError if it is empty, cannot fit, or the episode's last one has not ended."""
+        name, length, limit = f"turn {request.turn} of episode {request.key}", len(request.prompt_ids), self.max_context
+        if not length or request.max_tokens < 1:
+            raise ValueError(f"{name}: empty prompt or max_tokens < 1")
+        if length + request.max_tokens > limit:
+            raise ValueError(
+                f"{name}: {length} prompt tokens and max_tokens {request.max_tokens} exceed max_context {limit}"
+            )
+        if self._episodes.get(request.key):
+            raise ValueError(f"{name}: its previous turn is still being sampled")
+        self._episodes[request.key] = True
+        self._waiting.append(request)
+        self._send()
+
+    def step(self) -> list[TurnOutput]:
+        """Wait until a turn ends; return all that have ended by then."""
+        outputs: list[TurnOutput] = []
+        while self._in_flight and (not outputs or not self._answers.empty()):
+            key, answer = self._answers.get()
+            self._in_flight -= 1
+            if isinstance(answer, Exception):
+                raise answer
+            if key in self._episodes:  # else released meanwhile
+                self._episodes[key] = False
+                outputs.append(answer)
+            self._send()
+        return outputs
+
+    def release(self, key: Key) -> None:
+        """The episode is over. A turn of it that still waits is not sent any more."""
+        self._episodes.pop(key, None)
+        self._waiting = deque(request for request in self._waiting if request.key != key)
+
+    def _send(self) -> None:
+        # Daemons, because Ctrl-C must not wait for answers.
+        while self._waiting and self._in_flight < self.concurrency:
+            request = self._waiting.popleft()
+            arguments = (request, self._body(request), self._answers)
+            threading.Thread(target=self._complete, args=arguments, daemon=True).start()
+            self._in_flight += 1
+
+    def _complete(self, request: TurnRequest, body: dict[str, Any], answers: SimpleQueue) -> None:
+        """In a thread: the turn, or what went wrong with it, into `answers`."""
+        try:
+            answer: TurnOutput | Exception = self._output(request, self.server.post("/v1/completions", body))
+        except Exception as error:  # noqa: BLE001 (raised again by `step`)
+            answer = error
+        answers.put((request.key, answer))
+
+    def _body(self, request: TurnRequest) -> dict[str, Any]:
+        stream = random_stream(self._seed, self._step, *request.key, request.turn)
+        return completion_body(
+            self.model, list(request.prompt_ids), request.max_tokens, self.sampling, int(stream[0] >> 1), self.eos_ids
+        )
+
+    def _output(self, request: TurnRequest, answer: Mapping[str, Any]) -> TurnOutput:
+        ids, logprobs, reason = read_choice(self.server, answer)
+        if not 0 < len(ids) <= request.max_tokens:
+            raise self.server.error(f"{len(ids)} tokens came back where 1 to {request.max_tokens} were asked for")
+        if reason == "stop" and ids[-1] not in self.eos_ids:
+            raise self.server.error(f"a turn ended with token {ids[-1]}, which ends no turn of --model")
+        if reason not in ("stop", "length"):
+            raise self.server.error(f"a turn ended for the reason {reason!r}")
+        return TurnOutput(request.key, ids, logprobs, reason)
+
+
+def connect(
+    url: str,
+    name: str,
+    source: str | Path,
+    chat: ChatTokens,
+    first_prompts: Collection[tuple[int, ...]],
+    **options: Any,
+) -> ServerEngine:
+    """Find the model at `url`, and make sure that it is the one whose tokenizer we have.
+
+    Args:
+        name: the model as the user calls it (`--model`).
+        source: its folder or hub id; the server must serve a model of either name.
+        first_prompts: of the episodes to come; the context must hold the longest.
+        options: for `ServerEngine`.
+
+    Raises:
+        UsageError: it cannot be reached, serves another model or another vocabulary, returns no token ids or log-probs,
+            or its context is too short.
+    """
+    server = Server(url, connections=options.get("concurrency", 64))
+    card, context = find_model(server, name, source)
+    longest = max(map(len, first_prompts), default=1)
+    if context <= longest:
+        raise server.error(
+            f"its context of {context} tokens (--max-model-len) is too short for first prompts of {longest}"
+        )
+    check_answers(server, card["id"], chat, min(first_prompts, key=len, default=()))
+    return ServerEngine(server, card["id"], chat.eos_ids, context, **options)
+
+
+def find_model(server: Server, name: str, source: str | Path) -> tuple[dict[str, Any], int]:
+    """What the server says of the model, and its context in tokens."""
+    cards = server.get("/v1/models").get("data")
+    if not isinstance(cards, list) or not all(isinstance(card, dict) and card.get("id") for card in cards):
+        raise server.error("lists no models at /v1/models; is it an OpenAI-compatible server?")
+    card = next((card for card in cards if _names(card) & {name, _path(name), str(source), _path(source)}), None)
+    if card is None:
+        served = ", ".join(card["id"] for card in cards) or "nothing"
+        raise server.error(
+            f"serves {served}, not --model {name}; give --model the served folder, or start the server with "
+            f"--served-model-name {name}"
+        )
+    # An adapter has the context of the model it belongs to.
+    related = [card, *(other for other in cards if other["id"] == card.get("parent"))]
+    context = next((each["max_model_len"] for each in related if isinstance(each.get("max_model_len"), int)), None)
+    if context is None:
+        raise server.error("does not say how long its context is (max_model_len); vLLM does")
+    return card, context
+
+
+def check_answers(server: Server, model: str, chat: ChatTokens, prompt_ids: tuple[int, ...]) -> None:
+    """One token after a prompt sent as text: the server must read the text as the ids that we read."""
+    text = chat.tokenizer.decode(prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    expected = chat.tokenizer.encode(text, add_special_tokens=False)
+    body = completion_body(model, text, 1, SamplingConfig(temperature=0.0), 0, chat.eos_ids)
+    answer = server.post("/v1/completions", body | {"add_special_tokens": False})
+    read_choice(server, answer)
+    found = answer["choices"][0].get("prompt_token_ids")
+    if found != expected:
+        raise server.error(f"{model} has another tokenizer than --model: the same text is other ids there")
+
+
+def completion_body(
+    model: str, prompt: str | list[int], max_tokens: int, sampling: SamplingConfig, seed: int, eos_ids: Collection[int]
+) -> dict[str, Any]:
+    """A request that leaves nothing to defaults, as those come from the model's generation config or server flags."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "ignore_eos": True,  # the server's idea of it; ours follows
+        "stop_token_ids": sorted(eos_ids),
+        "logprobs": 0,  # of the sampled token alone
+        "return_token_ids": True,
+    }
+
+
+def read_choice(server: Server, answer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], str | None]:
+    """Token ids, log-probs and finish reason of an answer's only choice."""
+    try:
+        (choice,) = answer["choices"]
+        ids, found = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise server.error(f"a completion is not as the OpenAI API has it: {str(dict(answer))[:100]}") from None
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise server.error("returns no token ids (`return_token_ids`); vLLM 0.32 does")
+    finite = isinstance(found, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in found)
+    if not finite or len(found) != len(ids):
+        raise server.error("returns no log-prob for each token (`logprobs`)")
+    return tuple(ids), tuple(map(float, found)), choice.get("finish_reason")
+
+
+def _names(card: Mapping[str, Any]) -> set[str]:
+    found = {str(value) for value in (card["id"], card.get("root")) if value}
+    return found | {_path(value) for value in found}
+
+
+def _path(name: str | Path) -> str:
+    """The same folder under different names; a hub id becomes a path that is nobody's."""
+    return str(Path(name).resolve())
+
+
+def _excerpt(response: urllib3.BaseHTTPResponse) -> str:
+    """The beginning of an answer, or the message in it, in one line."""
+    text = response.data.decode(errors="replace")
+    try:
+        text = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        pass
+    text = " ".join(str(text).split())[:200] or "an empty body"
+    return text + (f" (a key is read from {KEY_VARIABLE})" if response.status in (401, 403) else "")
