@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 
-from grpo import rollout_record
+from grpo import rollout_record, run_folder
 from grpo.config import Config, RunStopped
 from grpo.data_types import Group
 from grpo.engines import Engine
@@ -35,6 +35,7 @@ class Guard:
 
     def __init__(self, folder: Path, settings: Config, policy: Policy, engine: Engine):
         self.folder, self.settings, self.policy = folder, settings, policy
+        self.run = run_folder.stored(folder)
         self.gap_limit = gap_limit(settings, policy.dtype, in_process=isinstance(engine, TorchEngine))
 
     @contextlib.contextmanager
@@ -72,9 +73,8 @@ class Guard:
         path = dumps / f"step_{step:05d}.json.gz"
         try:
             weights = self._weights(step, bad)
-            rollout_record.save(
-                path, groups, step=step, reason=reason, config=self.settings.flat(), weights=weights.name
-            )
+            about = {name: self.run[name] for name in ("run_id", "config", "base_sha256")}
+            rollout_record.save(path, groups, step=step, reason=reason, weights=weights.name, **about)
         except (OSError, SafetensorError) as error:
             return f"its rollouts could not be kept ({error})"
         return f"python -m grpo.replay {path} runs it again"
