@@ -189,12 +189,13 @@ class Saver:
         self.saved = step
 
 
-def make_trainer(settings: Config) -> tuple[Trainer, str]:
-    """Policy, sampler, reference and optimiser of a run, and what to call the kernels. Raises UsageError."""
+def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:
+    """Policy, sampler (`engine`, or the one that is asked for), reference and optimiser of a run, and what to call the
+    kernels. Raises UsageError."""
     policy = load_policy(settings.model)
     kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
     chat = make_chat(policy)
-    engine = make_engine(settings, policy, chat, held_out(None))
+    engine = engine or make_engine(settings, policy, chat, held_out(None))
     packing = make_packing(settings, policy, chat, engine.max_context)
     reference = Reference(settings.model, packing, engine.max_context) if settings.loss.beta > 0 else None
     return Trainer(settings, policy, engine, chat, reference, packing), kernels

@@ -72,6 +72,7 @@ class Trainer:
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
         self.packing = packing
         self.optimizer = make_optimizer(policy, config)
+        self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
     def step(
         self, step: int, groups: list[Group] | None = None, on_sampled: Callable[[list[Group]], None] | None = None
@@ -179,7 +180,7 @@ class Trainer:
     @property
     def at_reference(self) -> bool:
         """True as long as no update has moved the policy away from its reference."""
-        return self.reference is not None and not self.optimizer.state
+        return self.reference is not None and not self.optimizer.state and not self.moved
 
     def reference_logprobs(
         self, episodes: Sequence[Episode], weights: Sequence[float], batches: Sequence[TokenBatch]
