@@ -119,14 +119,16 @@ def mismatch_weights(old: Tensor, sampler: Tensor, episode_index: Tensor, config
     raise ValueError(f"mismatch: {config.mismatch!r} is not one of none, token_clip, token_mask, sequence_mask")
 
 
+def ratio_summary(name: str, ratio: Tensor, trained: Tensor) -> dict[str, Tensor]:
+    """Sum over the trained tokens, largest (at least 1) and smallest (at most 1) of a ratio [N]."""
+    padded = torch.cat([torch.where(trained, ratio, 1), ratio.new_ones(1)])  # [N + 1], as there may be no token
+    return {name: torch.where(trained, ratio, 0).sum(), f"{name}_max": padded.max(), f"{name}_min": padded.min()}
+
+
 def ratio_metrics(ratio: Tensor, advantages: Tensor, trained: Tensor, config: LossConfig) -> dict[str, Tensor]:
     """How far the policy has moved since the rollout; keys in `grpo_loss`. All inputs [N]."""
     low, high = clip_range(config)
-    extremes = torch.cat([torch.where(trained, ratio, 1), ratio.new_ones(1)])  # [N + 1], as there may be no token
-    metrics = {
-        "ratio": torch.where(trained, ratio, 0).sum(),
-        "ratio_max": extremes.max(),
-        "ratio_min": extremes.min(),
+    metrics = ratio_summary("ratio", ratio, trained) | {
         "clip_low": ((ratio < low) & (advantages < 0)).sum(),
         "clip_high": ((ratio > high) & (advantages > 0)).sum(),
     }
@@ -158,8 +160,9 @@ def grpo_loss(
     divided by the step's number of trained tokens: `surrogate`, S; `ratio` (gspo: the episode's); `clip_low` and
     `clip_high`, tokens outside `clip_range` where A < 0 and A > 0; `clip_dual`, tokens above delta where A < 0; `kl`
     (with a reference), always plain k3 so that runs compare; `entropy` (where given); with sampler log-probs
-    `sampler_gap` = |old - sampler| and `mismatch_weight`. Extremes, which combine by max and min: `ratio_max` (at
-    least 1), `ratio_min` (at most 1), `sampler_gap_max`.
+    `sampler_gap` = |old - sampler|, `mismatch_weight` and `sampler_sequence_ratio`, the product of old / sampler
+    probabilities over a token's episode. Extremes, which combine by max and min: `ratio_max` (at least 1), `ratio_min`
+    (at most 1), the same of `sampler_sequence_ratio`, and `sampler_gap_max`.
     Raises ValueError where the configuration asks for a tensor that is None, or has an unknown name.
     """
     if config.entropy_coef and entropy is None:
@@ -185,6 +188,10 @@ def grpo_loss(
         sampler_logprobs = torch.where(trained, sampler_logprobs.detach(), 0)
         gap = (old_logprobs - sampler_logprobs).abs()  # [N]
         metrics |= {"sampler_gap": gap.sum(), "sampler_gap_max": torch.cat([gap, gap.new_zeros(1)]).max()}
+        # prod_t pi_old / pi_sampler over an episode, at each of its tokens
+        log_product = episode_sum(old_logprobs - sampler_logprobs, episode_index)  # [N]
+        product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        metrics |= ratio_summary("sampler_sequence_ratio", product, trained)
         if config.mismatch != "none":
             weights = mismatch_weights(old_logprobs, sampler_logprobs, episode_index, config)  # [N]
             metrics["mismatch_weight"] = torch.where(trained, weights, 0).sum()

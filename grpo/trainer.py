@@ -302,6 +302,9 @@ LOGGED = {
     "clip_dual": "clip_ratio/dual_mean",
     "sampler_gap": "sampler_gap/mean",
     "sampler_gap_max": "sampler_gap/max",
+    "sampler_sequence_ratio": "sampler_gap/sequence_ratio_mean",
+    "sampler_sequence_ratio_min": "sampler_gap/sequence_ratio_min",
+    "sampler_sequence_ratio_max": "sampler_gap/sequence_ratio_max",
     "mismatch_weight": "sampler_gap/weight_mean",
 }
 

@@ -243,6 +243,9 @@ def test_mismatch_weights_by_hand(mismatch, expected):
     assert grad.tolist() == pytest.approx([-w + 0.1 * (1 - math.exp(-1)) for w in expected])
     assert metrics["sampler_gap"] == pytest.approx(math.log(2) + math.log(1.5) + math.log(4))
     assert metrics["sampler_gap_max"] == pytest.approx(math.log(4))
+    assert metrics["sampler_sequence_ratio"] == pytest.approx(0.75 + 0.75 + 4.0)
+    assert metrics["sampler_sequence_ratio_min"] == pytest.approx(0.75)
+    assert metrics["sampler_sequence_ratio_max"] == pytest.approx(4.0)
     if mismatch != "none":
         assert metrics["mismatch_weight"] == pytest.approx(sum(expected))
 
