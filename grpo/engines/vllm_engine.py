@@ -139,7 +139,7 @@ class VllmEngine:
         """Ready to sample with the trainer's present weights; does nothing where that is so already.
 
         Raises:
-            RuntimeError: vLLM's log-probs or tensors are not the trainer's afterwards.
+            RunStopped: vLLM's log-probs or tensors are not the trainer's afterwards.
         """
         if not (self._stale or self._asleep):
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grpo.config import RunStopped
 from grpo.data_types import TokenBatch
 from grpo.head import score
 from grpo.model import Policy
@@ -77,7 +78,7 @@ def check_canary(policy: Policy, ids: Sequence[int], actual: Sequence[float], sa
         sampler: vLLM's model.
 
     Raises:
-        RuntimeError: they differ; names the tensors that do.
+        RunStopped: they differ; names the tensors that do.
     """
     expected = canary_logprobs(policy, ids)
     gap = sum(abs(a - b) for a, b in zip(actual, expected, strict=True)) / len(expected)
@@ -86,7 +87,7 @@ def check_canary(policy: Policy, ids: Sequence[int], actual: Sequence[float], sa
     if gap <= bound and not wrong:
         return
     named = f"{len(wrong)} tensors differ, first {', '.join(wrong[:3])}" if wrong else "no tensor's checksum differs"
-    raise RuntimeError(
+    raise RunStopped(
         f"vLLM does not have the trainer's weights: log-probs of a fixed text differ by {gap:.2g} nats on average, "
         f"rounding explains {bound:.2g}; {named}"
     )
