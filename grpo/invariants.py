@@ -7,7 +7,7 @@ In the order of a step:
 | a rollout is over  | `audit_groups`: prompts, ids, masks, log-probs, sampled ids   | `BrokenInvariant`            |
 | batches are made   | `audit_batches`: what is trained is what was sampled          | `BrokenInvariant`            |
 | an update is made  | `audit_update`: ratio 1 at the first inner iteration, KL >= 0 | `BrokenInvariant`            |
-|                    | loss and gradient finite (`Trainer.update`)                   | the update is dropped        |
+|                    | `all_finite`: loss and gradient norm                          | the update is dropped        |
 | a step is logged   | `bad_steps`: updates dropped in a row                         | at `--max-bad-steps`: stop   |
 |                    | `alarms`: no signal, constant reward, sampler gap             | one line, once per streak    |
 
@@ -21,8 +21,9 @@ the device; `audit_update` reads metrics that are read for the log anyway.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -197,8 +198,9 @@ def audit_batches(batches: Sequence[TokenBatch], episodes: Sequence[Episode], we
     """Audit a step's microbatches, on the CPU, against the episodes they were made from.
 
     Raises:
-        BrokenInvariant: an episode with weight is in none or in several of them, or of a trained token the id, the
-            weight, the sampler's log-prob, or the position and the id before it are not those of its episode.
+        BrokenInvariant: an episode with weight is in none or in several of them; of a trained token the id, the
+            weight, the sampler's log-prob, or the position and the id before it are not those of its episode; or its
+            last one attends to other ids than the episode's.
     """
     kept = [i for i, episode in enumerate(episodes) if weights[i] > 0 and any(episode.loss_mask)]
     found = sorted(i for batch in batches for i in batch.episodes)
@@ -230,6 +232,36 @@ def audit_batches(batches: Sequence[TokenBatch], episodes: Sequence[Episode], we
             if not torch.equal(tensor, expected):
                 where = _difference(tensor.tolist(), expected.tolist())
                 raise BrokenInvariant(f"microbatch {k}: the {name} of a trained token differs {where}")
+        _audit_contexts(k, batch, episodes)
+
+
+def _audit_contexts(k: int, batch: TokenBatch, episodes: Sequence[Episode]) -> None:
+    """The last trained token of each episode is predicted from the whole conversation before it. The others are on the
+    way there: their positions and the ids before them are right already."""
+    rows, columns = batch.input_ids.tolist(), batch.predict_cols.tolist()
+    segments = batch.layout.segments if batch.layout else ()
+    starts = [0, *accumulate(segment.length for segment in segments)]
+    done = 0
+    for i in batch.episodes:
+        episode = episodes[i]
+        done += sum(episode.loss_mask)
+        row, column = rows[int(batch.predict_rows[done - 1])], columns[done - 1]
+        first = 0  # of the columns from which on everything up to `column` is attended to
+        path = []
+        if segments:
+            index = bisect_right(starts, column) - 1
+            first, path = starts[index], batch.layout.ancestors(index)
+        found = [token for each in path for token in row[starts[each] : starts[each + 1]]] + row[first : column + 1]
+        last = len(episode.loss_mask) - 1 - episode.loss_mask[::-1].index(1)
+        expected = [*episode.prompt_ids, *episode.completion_ids[:last]]
+        if found != expected:
+            where = _difference(found, expected)
+            raise BrokenInvariant(f"microbatch {k}: episode {i} is conditioned on other ids than its own {where}")
+
+
+def all_finite(*values: torch.Tensor) -> bool:
+    """Whether scalars (the loss, the gradient norm) are finite; waits for the device once."""
+    return bool(torch.isfinite(torch.stack(values)).all())
 
 
 def audit_update(iteration: int, values: Mapping[str, float]) -> None:

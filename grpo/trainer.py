@@ -18,7 +18,7 @@ from grpo.config import Config
 from grpo.data_types import Episode, Group, TokenBatch
 from grpo.engines import Engine
 from grpo.head import moves_at_reference, policy_loss, score
-from grpo.invariants import BrokenInvariant, Witness, audit_batches, audit_groups, audit_update
+from grpo.invariants import BrokenInvariant, Witness, all_finite, audit_batches, audit_groups, audit_update
 from grpo.loss import kl_reward_penalty
 from grpo.model import Policy
 from grpo.reference import Reference
@@ -267,7 +267,7 @@ class Trainer:
                 step_metrics.append(metrics)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.optim.max_grad_norm)
             # A non-finite loss or gradient never reaches the weights or the moments.
-            finite = bool(torch.isfinite(grad_norm) & torch.isfinite(step_loss))
+            finite = all_finite(grad_norm, step_loss)
             values = combine_metrics(step_metrics, sum(len(batch.targets) for batch in batches))
             values |= {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite}
             logged.append(values | {"loss": float(step_loss)})

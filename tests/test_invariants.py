@@ -220,6 +220,33 @@ def test_a_microbatch_that_carries_other_values_is_noticed(folder, monkeypatch, 
     broken_step(folder, message, packing=packing)
 
 
+@pytest.mark.parametrize("packing", ["auto", "padded"])
+def test_a_microbatch_with_another_context_is_noticed(folder, monkeypatch, packing):
+    """One id in the middle of the prompt, far from anything that is trained."""
+    original = batching._collate_packed if packing == "auto" else batching._collate_padded
+
+    def changed(*args):
+        made = original(*args)
+        ids = made.input_ids.clone()
+        ids[0, 7] += 1
+        return dataclasses.replace(made, input_ids=ids)
+
+    monkeypatch.setattr(batching, original.__name__, changed)
+    broken_step(folder, "conditioned on other ids than its own at index 7", packing=packing)
+
+
+def test_a_segment_behind_another_prompt_is_noticed(toy, batch):
+    episodes = [episode for group in batch[0] for episode in group.episodes]
+    weights = [0.5] * len(episodes)
+    (made,) = trainer.make_microbatches(episodes, weights, max_tokens=10**6, packing=toy.packing)
+    segments = list(made.layout.segments)
+    assert segments[1].parent == 0 and segments[2].parent == 1
+    segments[2] = dataclasses.replace(segments[2], parent=0)  # an episode behind the common prefix alone
+    broken = dataclasses.replace(made, layout=dataclasses.replace(made.layout, segments=segments))
+    with pytest.raises(BrokenInvariant, match="conditioned on other ids"):
+        audit_batches([broken], episodes, weights)
+
+
 def test_an_episode_that_is_trained_twice_or_not_at_all_is_noticed(toy, batch):
     episodes = [episode for group in batch[0] for episode in group.episodes]
     weights = [0.5] * len(episodes)
