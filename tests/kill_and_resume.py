@@ -33,7 +33,7 @@ FLAGS = (
 ).split()
 PHASES = ("loading", "evaluation", "rollout", "update", "checkpoint", "final model")
 # Where to strike: the phases with state at stake more often than the others. None: at any time.
-TARGETS = ("rollout", "update", "update", "checkpoint", "checkpoint", "evaluation", "final model", None)
+TARGETS = ("rollout", "rollout", "update", "update", "checkpoint", "checkpoint", "evaluation", "final model", None)
 PATIENCE = 120  # seconds without the phase that was waited for
 PANEL = "GRPO: ask before you act"  # printed when everything is loaded
 
