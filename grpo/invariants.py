@@ -42,8 +42,9 @@ STREAK = 10
 ROUNDING = 1e-6
 """Nats by which rounding may push a log-prob above 0, or a mean KL below it."""
 
-GAP_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean |trainer - sampler| log-prob in nats that the in-process sampler, on the same weights, does not exceed."""
+GAP_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Mean |trainer - sampler| log-prob in nats that rounding explains where both compute on the same weights. The bundled
+policy has 2e-7 in float32 and 5e-4 in bfloat16."""
 
 
 class BrokenInvariant(RuntimeError):

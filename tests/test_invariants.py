@@ -403,9 +403,27 @@ def test_a_sampler_that_differs_is_one_line_per_streak():
     assert said([row(1, **{"sampler_gap/mean": None})]) == {}
 
 
+@pytest.mark.parametrize("fault", ["temperature", "positions", "none"])
+def test_a_trainer_that_computes_another_distribution_than_its_sampler_is_an_alarm(folder, monkeypatch, fault):
+    """Both faults leave every ratio at 1 and the loss finite: only the sampler's log-probs give them away."""
+    each, original = make(folder, max_completion_len=24, temperature=1.3), trainer.policy_loss
+
+    def wrong(policy, batch, **kwargs):
+        if fault == "temperature":
+            kwargs["temperature"] = 1.0
+        if fault == "positions":
+            batch = dataclasses.replace(batch, position_ids=batch.position_ids.flip(1))
+        return original(policy, batch, **kwargs)
+
+    monkeypatch.setattr(trainer, "policy_loss", wrong)
+    losses = each.step(0).losses
+    lines = said([row(1) | losses], gap=invariants.gap_limit(each.config, each.policy.dtype, in_process=True))
+    assert losses["ratio/max"] == 1 and len(lines) == (fault != "none")
+
+
 def test_where_a_sampler_gap_is_an_alarm():
     plain = parse([], {})
-    assert invariants.gap_limit(plain, torch.float32, in_process=True) == 1e-3
+    assert invariants.gap_limit(plain, torch.float32, in_process=True) == 1e-4
     assert invariants.gap_limit(plain, torch.float32, in_process=False) is None  # another engine rounds otherwise
     assert invariants.gap_limit(parse(["--top-p", "0.9"], {}), torch.float32, in_process=True) is None
 
