@@ -230,7 +230,7 @@ def served_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tu
     chat = chat_tokens(args.model, *load_tokenizer(args.model))
     prompts = [chat.first_prompt(first_messages(scenario)) for scenario in scenarios]
     engine = connect(args.vllm_url, args.model, source_of(args.model), chat, prompts)
-    print(f"served by {engine.server.url} as {engine.model}, context {engine.max_context} tokens", flush=True)
+    print(engine.description, flush=True)
     return engine, chat
 
 

@@ -412,7 +412,7 @@ def test_eval_of_a_served_model(run, chat, folder, tmp_path):  # noqa: F811
             "--output", tmp_path / "served.json",
         )  # fmt: skip
     assert code == 0, err
-    assert f"served by {server.url} as anything" in out and "4/4 after" in out
+    assert f"anything served by {server.url}, 4096 tokens of context; for evaluation only" in out and "4/4 after" in out
     report = (tmp_path / "served.json").read_text()
     assert '"server"' in report and '"max_context": 4096' in report and server.url not in report
     assert {body["temperature"] for body in server.bodies} == {0.0, 0.7}
@@ -438,6 +438,10 @@ def test_eval_refuses_in_one_line(run, tmp_path, message):  # noqa: F811
 
 
 def test_training_through_a_server_is_refused():
+    engine = engine_at("http://x:1")
+    engine.wake(), engine.sleep()
+    with pytest.raises(UsageError, match="--vllm-url http://x:1: a server is for evaluation only"):
+        engine.weights_changed()
     for arguments in (["--vllm-url", "http://x:1"], ["--vllm_url=http://x:1"]):
         with pytest.raises(UsageError, match="--vllm-url: for evaluation only"):
             config.parse(arguments, env={})

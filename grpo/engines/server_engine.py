@@ -151,6 +151,20 @@ class ServerEngine:
         """What a report should say of the server, JSON types."""
         self.start(0)
 
+    @property
+    def description(self) -> str:
+        """For people."""
+        return f"{self.model} served by {self.server.url}, {self.max_context} tokens of context; for evaluation only"
+
+    def wake(self) -> None:
+        """Nothing to do: whoever started the server has it ready."""
+
+    sleep = wake
+
+    def weights_changed(self) -> None:
+        """Raises UsageError: what the trainer has changed cannot get there."""
+        raise self.server.error("a server is for evaluation only: its weights cannot be replaced from here")
+
     def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
         """Begin a batch. What is still in flight of an older one is forgotten: its answers go to a queue of its own."""
         self._step, self.sampling = step, sampling or self.default_sampling
