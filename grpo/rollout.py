@@ -19,7 +19,6 @@ from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
 from env.literals import printable
 from env.time_limit import time_limit
 from grpo.chat import ChatTokens
-from grpo.config import UsageError
 from grpo.data_types import Episode, Group, Turn
 from grpo.engines import Engine, Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig
@@ -113,8 +112,6 @@ class Player:
                 self.env = env_factory(self.scenario)
                 messages = self.env.reset()
             self.prompt_ids = self.chat.first_prompt(messages)
-        except UsageError:  # the model's chat template refuses the prompt: that is no fault of the environment
-            raise
         except Exception as error:  # noqa: BLE001 (any fault of the environment costs this episode alone)
             return self._fail(error)
         limit = self._limit_without(1)
@@ -140,8 +137,6 @@ class Player:
                 record = self.env.record
             reply = None if cut or result.done else printable(result.reply)
             reply_ids = () if reply is None else self.chat.reply_ids(reply)
-        except UsageError:
-            raise
         except Exception as error:  # noqa: BLE001
             return self._fail(error)
         if result.done:
