@@ -19,23 +19,10 @@ from grpo.data_types import Group
 from grpo.evaluate import scenarios_hash
 from grpo.metrics import last_num_tokens, read_log
 from grpo.rollout_record import DamagedRecord, Recorder
-from grpo.trainer import Trainer
+from grpo.trainer import Trainer, position
 from scenarios.generator import held_out
 
 EVALUATIONS = ("eval_before.json", "eval_after.json")
-
-
-def check_files(folder: Path, settings: Config) -> None:
-    """Find what would break the run in its last minute, or make it go on from something else, now.
-
-    Raises:
-        UsageError: naming the file; nothing has been written.
-    """
-    run_folder.require_writable(folder)
-    read_log(folder / "log_history.json")
-    for name in EVALUATIONS:
-        if settings.eval.eval_limit and (folder / name).exists():
-            _check_evaluation(folder / name, settings)
 
 
 @dataclass(frozen=True)
@@ -59,12 +46,17 @@ class Restart:
         checkpoint.set_aside(folder, newer_than=self.done)
 
 
-def find_restart(folder: Path, trainer: Trainer) -> Restart:
+def find_restart(folder: Path, settings: Config) -> Restart:
     """Where the run in `folder` goes on. Nothing is loaded or written.
 
     Raises:
-        UsageError: nothing to continue from; a checkpoint or a log that is not this run's.
+        UsageError: nothing to continue from; a checkpoint or a log that is not this run's; an evaluation that the
+            comparison at the end of the run could not use.
     """
+    run_folder.require_writable(folder)
+    for name in EVALUATIONS:
+        if settings.eval.eval_limit and (folder / name).exists():
+            _check_evaluation(folder / name, settings)
     document = run_folder.stored(folder)
     path, progress, problems = checkpoint.newest_whole(folder, document["run_id"], document["config"])
     rows = read_log(folder / "log_history.json")
@@ -72,7 +64,7 @@ def find_restart(folder: Path, trainer: Trainer) -> Restart:
         _require_all_rollouts(folder, rows, problems)
         return Restart(None, 0, problems)
     _check_log(folder, rows, progress)
-    _check_position(folder, progress, trainer)
+    _check_position(folder, progress, settings)
     return Restart(path, progress.step, problems)
 
 
@@ -131,8 +123,8 @@ def _check_log(folder: Path, rows: Sequence[Mapping[str, Any]], progress: checkp
         )
 
 
-def _check_position(folder: Path, progress: checkpoint.Progress, trainer: Trainer) -> None:
-    now = trainer.position(progress.step)
+def _check_position(folder: Path, progress: checkpoint.Progress, settings: Config) -> None:
+    now = position(settings, progress.step)
     for name, value in progress.position.items():
         if now.get(name) != value:
             raise UsageError(

@@ -30,7 +30,7 @@ from grpo.reference import Reference
 from grpo.rollout_record import Recorder
 from grpo.sampling import SamplingConfig
 from grpo.signals import Signals
-from grpo.trainer import StepResult, Trainer
+from grpo.trainer import StepResult, Trainer, position
 from scenarios.generator import held_out
 from scenarios.schema import Scenario
 
@@ -55,23 +55,23 @@ def start(args: list[str]) -> None:
             settings = config.parse(args, defaults=stored)
             config.refuse_changes(stored, settings)
             held.enter_context(run_folder.locked(folder, "--resume"))
-            resume.check_files(folder, settings)
+            restart = resume.find_restart(folder, settings)
         else:
             settings = config.parse(args)
             folder = run_folder.choose(settings)
-        train(settings, folder, held, resumed=resume_from is not None)
+            restart = None
+        train(settings, folder, held, restart)
 
 
-def train(settings: Config, folder: Path, held: contextlib.ExitStack, resumed: bool = False) -> None:
-    """Run (or finish) the training described by `settings` in `folder`. `held` keeps the lock of a new folder."""
+def train(settings: Config, folder: Path, held: contextlib.ExitStack, resumed: resume.Restart | None = None) -> None:
+    """Run the training described by `settings` in `folder`, or the rest of it; `held` keeps a new folder's lock."""
     signals = held.enter_context(Signals())
     trainer, kernels = make_trainer(settings)
     policy = trainer.policy
     base, machine = fingerprint(policy), describe_machine(policy)
-    restart = resume.Restart(None, 0, [])
+    restart = resumed or resume.Restart(None, 0, [])
     if resumed:
         run_folder.check_base(folder, base)
-        restart = resume.find_restart(folder, trainer)
     require_space(settings, folder, policy, restart.done)
     if not resumed:
         held.enter_context(run_folder.locked(folder, "--output-dir"))
@@ -175,7 +175,7 @@ class Saver:
         """Save the state after `step`, then drop what no kept checkpoint needs."""
         keep = self.settings.run.keep_checkpoints
         progress = checkpoint.Progress(
-            self.run_id, self.config, step, self.trainer.position(step), self.history.position
+            self.run_id, self.config, step, position(self.settings, step), self.history.position
         )
         with run_folder.writing(self.folder, step):
             sync(self.history.path)

@@ -131,15 +131,6 @@ class Trainer:
         watch.lap("update")
         return StepResult(groups, advantages, losses, watch.seconds)
 
-    def position(self, step: int) -> dict[str, object]:
-        """Where step number `step` stands in data and schedule. A checkpoint holds it, and a resumed run compares."""
-        config = self.config
-        return {
-            "seed": config.run.seed,
-            "next_scenario": step * (1 + config.rollout.dynamic_sampling) * config.rollout.prompts_per_step,
-            "learning_rate": learning_rate(step, config.optim),
-        }
-
     def sample_groups(self, step: int) -> list[Group]:
         """P groups of G episodes. With dynamic sampling, groups without reward spread are replaced, as far as the cap
         of extra rounds allows; what is still missing then is filled with the groups that were set aside."""
@@ -278,6 +269,15 @@ class Trainer:
                 self.optimizer.step()
                 self.engine.weights_changed()
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
+
+
+def position(config: Config, step: int) -> dict[str, object]:
+    """Where step number `step`, from 0, stands in data and schedule. A checkpoint holds it, a resumed run compares."""
+    return {
+        "seed": config.run.seed,
+        "next_scenario": step * (1 + config.rollout.dynamic_sampling) * config.rollout.prompts_per_step,
+        "learning_rate": learning_rate(step, config.optim),
+    }
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:

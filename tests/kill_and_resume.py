@@ -65,6 +65,7 @@ class Run:
 
     def start(self) -> None:
         """A new run, or the rest of one."""
+        self.output.unlink(missing_ok=True)
         begun = (self.folder / "config.json").exists()
         args = ["--resume", str(self.folder)] if begun else [*self.flags, "--output-dir", str(self.folder)]
         self.process = self.launch(args, self.output)
@@ -77,7 +78,7 @@ class Run:
 
     def phase(self) -> str:
         """Where the process is, or was when it died, as its files tell."""
-        if PANEL not in self.output.read_text():
+        if not self.output.exists() or PANEL not in self.output.read_text():
             return "loading"
         if any(not path.name.endswith(".old.tmp") for path in self.folder.glob("checkpoints/*.tmp")):
             return "checkpoint"
