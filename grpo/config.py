@@ -93,7 +93,7 @@ class LossConfig:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the std of the group, of the batch, or not at all."""
     mask_truncated: bool = False
-    """Leave episodes that hit a length limit out of the loss and its normaliser."""
+    """Leave episodes that hit a length limit out of the loss and its normaliser; rewards stay in the baseline."""
     mismatch: Literal["none", "token_clip", "token_mask", "sequence_mask"] = "none"
     """Importance weights for a sampler whose probabilities differ from the trainer's."""
     mismatch_cap: float = 2.0

@@ -300,14 +300,15 @@ def alarms(rows: Sequence[Mapping[str, Any]], config: Config, gap_limit: float |
     # With dynamic sampling a step without signal has seen this many rollout batches without any.
     batches = 1 + config.rollout.dynamic_sampling
     limit = math.ceil(STREAK / batches)
-    silent = _streak(rows, without_signal, limit + 1)
+    silent = _streak(rows, lambda each: without_signal(each, config), limit + 1)
     constant = _streak(rows, lambda each: each["reward"] == row["reward"], STREAK + 1)
     since = f"steps {row['step'] - limit + 1} to {row['step']}" if limit > 1 else f"step {row['step']}"
     if silent == limit:
+        why = without_signal(row, config)
         again = f", in {batches} rounds of sampling each" if batches > 1 else ""
-        pull = "only the KL term moves the weights" if config.loss.beta > 0 else "the weights do not move"
         same = f" (reward {row['reward']} in each step)" if constant >= limit else ""
-        lines.append(f"{since}: no group's rewards differ{again}{same}, so there is nothing to learn from: {pull}")
+        pull = "; the KL term still pulls towards the base" if config.loss.beta > 0 else ""
+        lines.append(f"{since}: {why}{again}{same}, so there is nothing to learn from{pull}")
     elif constant == STREAK and silent < limit:
         first, last = row["step"] - STREAK + 1, row["step"]
         lines.append(f"steps {first} to {last}: the mean reward is exactly {row['reward']} in each")
@@ -321,9 +322,11 @@ def alarms(rows: Sequence[Mapping[str, Any]], config: Config, gap_limit: float |
     return lines
 
 
-def without_signal(row: Mapping[str, Any]) -> bool:
-    """True where no group of the step had a spread of rewards, or only episodes that are masked were left."""
-    return row["frac_reward_zero_std"] == 1
+def without_signal(row: Mapping[str, Any], config: Config) -> str:
+    """Why no token of the step has an advantage, in words; empty where some may have one."""
+    if config.loss.mask_truncated and row["completions/clipped_ratio"] == 1:
+        return "all episodes are truncated, and masked"
+    return "no group's rewards differ" if row["frac_reward_zero_std"] == 1 else ""
 
 
 def gap_limit(config: Config, dtype: torch.dtype, in_process: bool) -> float | None:

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
 import cases  # noqa: E402
+import memory  # noqa: E402
 import scaling  # noqa: E402
 import sides  # noqa: E402
 import step_vs_trl  # noqa: E402
@@ -197,3 +198,29 @@ def test_trl_is_run_again_where_memory_ran_out(monkeypatch, interleaved, reason,
     assert len(played["ours"].steps) == 2
     assert len(played["trl"].steps) == (2 if attempts else 0)
     assert played["trl"].died == ("" if attempts else reason)
+
+
+def test_invariants_smoke():
+    done = run("invariants.py", "--smoke", "--steps", 1, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert all(seconds > 0 for seconds in document["check_seconds"].values())  # each one has run, under its timer
+    assert sum(document["check_seconds"].values()) < document["step_seconds"]
+    assert document["share"] == pytest.approx(sum(document["check_seconds"].values()) / document["step_seconds"])
+
+
+@pytest.mark.parametrize("leak, met", [(0, True), (10_000, True), (100_000, False)])
+def test_memory_that_grows_is_not_flat(leak, met):
+    """600 MB that go up and down by 1 %, and so many bytes a step: 6 or 60 MB between the two fifths."""
+    samples = [
+        {"step": n, "resident": 600_000_000 + leak * n + 6_000_000 * (n % 3 - 1), "peak": 606_000_000 + leak * n}
+        for n in range(1, 1001)
+    ]
+    found = memory.judge(samples, 1000)
+    assert found["met"] == met and found["resident_bytes_per_step"] == pytest.approx(leak, abs=50)
+
+
+def test_memory_refuses(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        memory.main(["--steps", "3"])
+    assert stopped.value.code == 2 and "--steps" in capsys.readouterr().err

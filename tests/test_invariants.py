@@ -351,7 +351,7 @@ def test_masked_episodes_are_penalised_in_the_baseline_too(folder, monkeypatch):
 
 def row(step, **values):
     return {"step": step, "reward": 0.1 * step, "frac_reward_zero_std": 0.5, "skipped_updates": 0.0,
-            "sampler_gap/mean": 1e-6} | values  # fmt: skip
+            "completions/clipped_ratio": 0.5, "sampler_gap/mean": 1e-6} | values  # fmt: skip
 
 
 def said(rows, gap=1e-3, **values):
@@ -371,8 +371,15 @@ def test_a_streak_without_signal_is_one_line_and_a_second_streak_another():
     rows = [row(1)] + [row(n, **flat) for n in range(2, 31)] + [row(31)] + [row(n, **flat) for n in range(32, 60)]
     found = said(rows)
     assert list(found) == [11, 41] and all(len(lines) == 1 for lines in found.values())
-    assert found[11][0].startswith("steps 2 to 11: no group's rewards differ") and "do not move" in found[11][0]
-    assert "only the KL term" in said(rows, beta=0.1)[11][0]
+    assert found[11] == ["steps 2 to 11: no group's rewards differ, so there is nothing to learn from"]
+    assert said(rows, beta=0.1)[11] == [found[11][0] + "; the KL term still pulls towards the base"]
+
+
+def test_steps_of_masked_episodes_alone_are_without_signal():
+    rows = [row(n, **{"completions/clipped_ratio": 1.0}) for n in range(1, 20)]
+    assert said(rows) == {}
+    (line,) = said(rows, mask_truncated=True)[10]
+    assert "all episodes are truncated, and masked" in line
 
 
 def test_with_dynamic_sampling_a_step_counts_for_all_its_rounds():
