@@ -159,5 +159,7 @@ def gpu_plan(
         )
     together = trainer + update + share
     level = 0 if together <= usable else 2
-    reason = f"trainer, update and vLLM need {together / GIB:.0f} GiB of {card_bytes / GIB:.0f}"
+    reason = f"trainer, update and vLLM need about {together / GIB:.0f} GiB of {card_bytes / GIB:.0f}"
+    if trainer + update + ASLEEP_BYTES > usable:
+        reason += ", the update may not fit: lower --microbatch-tokens or use --gradient-checkpointing"
     return MemoryPlan(context, level, gpu_memory or math.floor(1000 * share / card_bytes) / 1000, reason=reason)
