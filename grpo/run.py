@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +27,7 @@ from grpo.head import describe
 from grpo.metrics import LogHistory, completion_paths, last_num_tokens, step_metrics, write_completions
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
+from grpo.rehearsal import rehearse
 from grpo.rollout_record import Recorder
 from grpo.sampling import SamplingConfig
 from grpo.signals import Signals
@@ -85,6 +86,8 @@ def train(settings: Config, folder: Path, held: contextlib.ExitStack, resumed: r
     for line in run_folder.changed_machine(folder, machine):
         resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
 
+    if policy.device.type == "cuda":
+        resume.say(f"worst-case step: {rehearse(trainer, held_out(None))}")
     # Before the checkpoint is loaded: until then the policy is the base.
     before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
     restart.apply(folder, trainer)
@@ -234,7 +237,7 @@ def chat_tokens(name: str, tokenizer: Any, generation_config: Any, vocab_size: i
 
 
 def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> Engine:
-    """The sampler: `--engine`, or vLLM on a GPU where it is installed, else the one in process.
+    """The sampler that the settings ask for.
 
     An episode has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
     same kind) plus its token budget, as far as the model's positions go.
@@ -259,8 +262,7 @@ def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: S
         seed=settings.run.seed,
         sampling=SamplingConfig(rollout.temperature, rollout.top_p),
     )
-    on_gpu = policy.device.type == "cuda" and importlib.util.find_spec("vllm") is not None
-    if rollout.engine == "vllm" or (rollout.engine == "auto" and on_gpu):
+    if which_engine(rollout.engine, policy.device) == "vllm":
         from grpo.engines.vllm_engine import VllmEngine
 
         plan = make_plan(settings, policy, context, longest)
@@ -268,6 +270,14 @@ def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: S
     return TorchEngine(
         policy.model, chat.eos_ids, max_context=context, device=policy.device, dtype=policy.dtype, **options
     )
+
+
+def which_engine(asked: str, device: torch.device) -> str:
+    """`torch` or `vllm`: what `auto` means on this device, with what is installed."""
+    if asked != "auto":
+        return asked
+    installed = any(importlib.metadata.distributions(name="vllm"))
+    return "vllm" if device.type == "cuda" and installed else "torch"
 
 
 def make_packing(settings: Config, policy: Policy, chat: ChatTokens, max_context: int) -> Packing:
