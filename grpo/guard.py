@@ -10,7 +10,6 @@ batch of a step is small (some 100 kB); of the weights the newest `--keep-checkp
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from grpo.engines.torch_engine import TorchEngine
 from grpo.files import ASIDE, sync, sync_folder
 from grpo.invariants import BrokenInvariant, alarms, bad_steps, gap_limit
 from grpo.model import Policy
+from grpo.resume import say
 
 FOLDER = "dumps"
 
@@ -54,12 +54,12 @@ class Guard:
             Why the run must end now, or None.
         """
         for line in alarms(rows, self.settings, self.gap_limit):
-            _say(f"warning: {line}")
+            say(f"warning: {line}")
         bad, row = bad_steps(rows), rows[-1]
         if not bad:
             return None
         reason = f"loss {_finite(row['loss'])}, gradient norm {_finite(row['grad_norm'])}"
-        _say(f"step {row['step']}: update dropped ({reason}); {self._dump(row['step'], groups, reason, bad)}")
+        say(f"step {row['step']}: update dropped ({reason}); {self._dump(row['step'], groups, reason, bad)}")
         if bad < self.settings.optim.max_bad_steps:
             return None
         return RunStopped(
@@ -106,7 +106,3 @@ class Guard:
 def _finite(value: float | None) -> str:
     """The log has null where a number has no value."""
     return "not finite" if value is None else f"{value:.3g}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -261,8 +261,8 @@ def _audit_contexts(k: int, batch: TokenBatch, episodes: Sequence[Episode]) -> N
 
 
 def all_finite(*values: torch.Tensor) -> bool:
-    """Whether scalars (the loss, the gradient norm) are finite; waits for the device once."""
-    return bool(torch.isfinite(torch.stack(values)).all())
+    """Whether scalars (the loss, the gradient norm) are finite. Waits for the device; they may lie on several."""
+    return all(math.isfinite(float(value)) for value in values)
 
 
 def audit_update(iteration: int, values: Mapping[str, float]) -> None:
