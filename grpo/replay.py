@@ -186,7 +186,10 @@ def _load_file(trainer: Trainer, path: Path) -> str:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path}: not weights of {trainer.policy.name} ({reason}); --weights names others") from error
     trainer.moved = True  # without optimiser state the trainer would take them for the base's
-    return f"{path} (without the optimiser's moments, which a loss does not depend on)"
+    if trainer.config.optim.num_iterations == 1:
+        return str(path)
+    trainer.config = trainer.config.with_values({"num_iterations": 1})
+    return f"{path}; one inner update, as the others depend on the optimiser's moments"
 
 
 def _repeat_steps(trainer: Trainer, run: Path, record: RolloutRecord) -> str:
