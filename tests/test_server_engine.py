@@ -80,6 +80,13 @@ def test_seeds_differ_by_member_turn_step_and_seed_and_repeat():
     assert all(0 <= seed < 2**63 for seed in everything)
 
 
+def test_greedy_has_no_filter_and_tiny_temperatures_are_refused():
+    _, server = one(lambda body: completion((5, EOS)), sampling=SamplingConfig(0.0, 0.5))
+    assert (server.bodies[0]["temperature"], server.bodies[0]["top_p"]) == (0, 1)
+    with pytest.raises(UsageError, match="temperature 0.005 would be raised by vLLM; give 0 or at least 0.01"):
+        engine_at("http://x").start(0, SamplingConfig(0.005))
+
+
 def test_rollouts_are_those_of_any_engine():
     def complete(body):
         return completion(two_turns(None, len(body["prompt"]) > 3))

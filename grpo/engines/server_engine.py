@@ -45,6 +45,7 @@ RETRIES = Retry(
     redirect=0,
     raise_on_status=False,
 )
+MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this without a word
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
 
 # It warns of every retry, in each thread; what remains after the last one is reported in one line.
@@ -168,6 +169,9 @@ class ServerEngine:
     def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
         """Begin a batch. What is still in flight of an older one is forgotten: its answers go to a queue of its own."""
         self._step, self.sampling = step, sampling or self.default_sampling
+        if 0 < self.sampling.temperature < MIN_TEMPERATURE:
+            given = f"temperature {self.sampling.temperature:g}"
+            raise self.server.error(f"{given} would be raised by vLLM; give 0 or at least {MIN_TEMPERATURE:g}")
         self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
         self._episodes: dict[Key, bool] = {}  # live ones -> whether a turn of theirs is being sampled
         self._waiting: deque[TurnRequest] = deque()
@@ -318,7 +322,7 @@ def completion_body(
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "top_p": sampling.top_p if sampling.temperature else 1.0,
         "seed": seed,
         "top_k": 0,
         "min_p": 0.0,
