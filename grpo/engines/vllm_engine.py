@@ -19,8 +19,10 @@ log-probs of a fixed text, or its tensors, are not the trainer's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -42,10 +44,13 @@ CPU_BLOCK = 32  # tokens of a KV block there: small ones share more of a prefix,
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
     os.environ.setdefault(_name, _value)
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it reads the variable later than it speaks
 try:
-    import vllm
-    from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
 except Exception as _error:  # a build for another torch or CUDA fails with almost anything
     raise UsageError(f"--engine vllm: vLLM cannot be imported ({one_line(_error)}); {INSTALL}") from _error
 
@@ -81,7 +86,7 @@ class VllmEngine:
         self.seed, self.default_sampling = seed, sampling or SamplingConfig()
         vocab = policy.model.config.get_text_config().vocab_size
         self.canary = tuple(canary or ((7 * i + 3) % vocab for i in range(CANARY_LENGTH)))
-        self.canary = self.canary[: min(CANARY_LENGTH, self.max_context - 1)]
+        self.canary = self.canary[: min(CANARY_LENGTH, self.max_context - 1)]  # one more is sampled
         self._stale, self._asleep = True, False  # what vLLM starts with are arbitrary numbers
         self._turns = 0
         self._running: dict[str, TurnRequest] = {}
@@ -157,7 +162,8 @@ class VllmEngine:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         if self._stale:
-            self.llm.apply_model(lambda model: check_canary(self.policy, self.canary, self.score(self.canary), model))
+            ids, logprobs = self._canary_logprobs()
+            self.llm.apply_model(lambda model: check_canary(self.policy, ids, logprobs, model))
             self._stale = False
 
     def forget_prefixes(self) -> None:
@@ -165,13 +171,19 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("--engine vllm: the prefix cache could not be reset: requests are still running")
 
-    def score(self, ids: Sequence[int]) -> list[float]:
-        """vLLM's log-probs of ids[1:], each given what is before it, at temperature 1. No episode may be running."""
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        [output] = self.llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
-        return [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:])]
+    def _canary_logprobs(self) -> tuple[list[int], list[float]]:
+        """The canary with one more token, sampled greedily, and vLLM's log-probs of all but the first (temperature 1).
+
+        Two requests. The one that samples reads cached prefixes where there are any, so that a forgotten reset shows;
+        the one that scores the canary itself never does.
+        """
+        prompt = [{"prompt_token_ids": list(self.canary)}]
+        options = dict(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        [sampled] = self.llm.generate(prompt, vllm.SamplingParams(logprobs=0, **options), use_tqdm=False)
+        [scored] = self.llm.generate(prompt, vllm.SamplingParams(prompt_logprobs=0, **options), use_tqdm=False)
+        ids = [*self.canary, *sampled.outputs[0].token_ids]
+        entries = [*scored.prompt_logprobs[1:], *sampled.outputs[0].logprobs]
+        return ids, [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True)]
 
     # --------------------------------------------------------------------------------------------------------- turns
 
@@ -300,7 +312,9 @@ def _settings_kept() -> Iterator[None]:
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision, state = torch.get_float32_matmul_precision(), torch.random.get_rng_state()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         torch.set_num_threads = set_num_threads  # replaced by a function that does nothing
         torch.set_num_threads(threads)

@@ -21,13 +21,21 @@ ROUNDINGS_PER_LAYER = 8  # norm, q/k/v, rotation, attention, output; norm, gate 
 SAFETY = 4.0
 
 
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter once, under its checkpoint name: tied ones under the first of their names, as vLLM ties them too.
+def named_weights(model: torch.nn.Module, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight once, under its checkpoint name: tied ones under the first of their names, as vLLM ties them too.
 
-    The tensors are the trainer's own; whoever loads them casts and copies.
+    The tensors are the trainer's own; whoever loads them casts and copies. A layer with LoRA adapters (peft's, not
+    merged) gives the sum of its base and what the active ones add, a new tensor.
     """
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+    for name, parameter in model.named_parameters(remove_duplicate=not tied_twice):
+        if ".lora_" in name:
+            continue
+        weight, (layer_name, base, _) = parameter.detach(), name.rpartition(".base_layer.weight")
+        if base:
+            layer = model.get_submodule(layer_name)
+            for adapter in () if layer.merged else layer.active_adapters:
+                weight = weight + layer.get_delta_weight(adapter).detach()
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), weight
 
 
 def canary_batch(ids: Sequence[int], device: torch.device) -> TokenBatch:
@@ -110,7 +118,7 @@ def differing_tensors(model: torch.nn.Module, sampler: torch.nn.Module) -> list[
     """
     parts: Mapping[str, list[str]] = getattr(sampler, "packed_modules_mapping", {})
     fused = {part: (whole, names) for whole, names in parts.items() for part in names}
-    parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(named_weights(model, tied_twice=True))
     there: dict[str, list[tuple[torch.Tensor, torch.dtype]]] = {}
     wrong = []
     for name, parameter in parameters.items():
@@ -123,7 +131,7 @@ def differing_tensors(model: torch.nn.Module, sampler: torch.nn.Module) -> list[
         if target not in there:
             there[target] = _checksums_there(sampler, target, parameter)
         for values, dtype in there[target]:
-            expected = checksum(parameter.to(dtype))
+            expected = checksum(parameter, dtype)
             actual = values[first : first + len(expected)]
             # W x is exact up to the order of a float32 sum, or up to the type that a packed layer answers in.
             bound = (1e-5 if dtype == torch.float32 else 2e-2) * float(expected.abs().max()) + 1e-6
@@ -133,11 +141,13 @@ def differing_tensors(model: torch.nn.Module, sampler: torch.nn.Module) -> list[
     return wrong
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows] float32: W x for a matrix, the values themselves for a vector."""
+def checksum(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[rows] float32, of the tensor in `dtype`: W x for a matrix, the values themselves for a vector."""
     if tensor.dim() < 2:
-        return tensor.float()
-    return tensor.float().flatten(1) @ probe(tensor[0].numel(), tensor.device)
+        return tensor.to(dtype).float()
+    x = probe(tensor[0].numel(), tensor.device)
+    # In parts, as an embedding in float32 is not small.
+    return torch.cat([rows.to(dtype).float().flatten(1) @ x for rows in tensor.split(8192)])
 
 
 def probe(length: int, device: torch.device) -> torch.Tensor:
@@ -156,7 +166,7 @@ def _checksums_there(sampler: torch.nn.Module, name: str, like: torch.Tensor) ->
         return []
     found = []
     if tensor.numel() and tensor.shape[1:] == like.shape[1:]:
-        found.append((checksum(tensor), tensor.dtype))
+        found.append((checksum(tensor, tensor.dtype), tensor.dtype))
     if hasattr(module, "cpu_linear") and like.dim() == 2:
         answer = module.quant_method.apply(module, probe(like.shape[1], tensor.device).to(tensor.dtype)[None], None)
         found.append((answer[0].float(), tensor.dtype))
