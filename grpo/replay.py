@@ -162,7 +162,7 @@ def load_weights(trainer: Trainer, file: Path, record: RolloutRecord, weights: s
     if record.about.get("weights"):
         return _load_file(trainer, file.parent / str(record.about["weights"]))
     run = file.absolute().parent.parent
-    if (run / "config.json").is_file() and run_folder.stored(run)["run_id"] == record.about.get("run_id"):
+    if (run / "config.json").is_file() and run_folder.stored(run).get("run_id") == record.about.get("run_id"):
         for line in run_folder.changed_machine(run, describe_machine(trainer.policy)):
             print(f"warning: {line} since the run: the last digits may differ", file=sys.stderr)
         return _repeat_steps(trainer, run, record)

@@ -58,6 +58,8 @@ def find_restart(folder: Path, settings: Config) -> Restart:
         if settings.eval.eval_limit and (folder / name).exists():
             _check_evaluation(folder / name, settings)
     document = run_folder.stored(folder)
+    if "run_id" not in document:
+        raise UsageError(f"{folder / 'config.json'}: no run_id: of an earlier version, whose checkpoints are not read")
     path, progress, problems = checkpoint.newest_whole(folder, document["run_id"], document["config"])
     rows = read_log(folder / "log_history.json")
     if progress is None:

@@ -47,7 +47,7 @@ def start(args: list[str]) -> None:
         RunStopped: the run cannot go on; what it had saved stays.
     """
     resume_from = config.flag_value(args, "resume")
-    with config.naming_variables(args), contextlib.ExitStack() as held:
+    with config.naming_variables(args), contextlib.ExitStack() as stack:
         if resume_from is not None:
             if not resume_from:
                 raise UsageError("--resume: must name the folder of a run")
@@ -55,52 +55,52 @@ def start(args: list[str]) -> None:
             stored = run_folder.stored_config(folder)
             settings = config.parse(args, defaults=stored)
             config.refuse_changes(stored, settings)
-            held.enter_context(run_folder.locked(folder, "--resume"))
+            stack.enter_context(run_folder.locked(folder, "--resume"))
             restart = resume.find_restart(folder, settings)
         else:
             settings = config.parse(args)
             folder = run_folder.choose(settings)
             restart = None
-        train(settings, folder, held, restart)
+        train(settings, folder, restart)
 
 
-def train(settings: Config, folder: Path, held: contextlib.ExitStack, resumed: resume.Restart | None = None) -> None:
-    """Run the training described by `settings` in `folder`, or the rest of it; `held` keeps a new folder's lock."""
-    signals = held.enter_context(Signals())
-    trainer, kernels = make_trainer(settings)
-    policy = trainer.policy
-    base, machine = fingerprint(policy), describe_machine(policy)
-    restart = resumed or resume.Restart(None, 0, [])
-    if resumed:
-        run_folder.check_base(folder, base)
-    require_space(settings, folder, policy, restart.done)
-    if not resumed:
-        held.enter_context(run_folder.locked(folder, "--output-dir"))
-        run_folder.create(folder, settings, base, machine)
-    rows = header(
-        settings, policy, trainer.reference, kernels, trainer.packing, folder, restart.done, trainer.engine.description
-    )
-    console.print_header(rows, title="GRPO: ask before you act")
-    for line in config.cautions(settings):
-        resume.say(f"warning: {line}")
-    for line in run_folder.changed_machine(folder, machine):
-        resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
+def train(settings: Config, folder: Path, resumed: resume.Restart | None = None) -> None:
+    """Run the training described by `settings` in `folder`, or the rest of it."""
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        trainer, kernels = make_trainer(settings)
+        policy, restart = trainer.policy, resumed or resume.Restart(None, 0, [])
+        base, machine = fingerprint(policy), describe_machine(policy)
+        if resumed:
+            run_folder.check_base(folder, base)
+        require_space(settings, folder, policy, restart.done)
+        if not resumed:
+            stack.enter_context(run_folder.locked(folder, "--output-dir"))
+            run_folder.create(folder, settings, base, machine)
+        rows = header(
+            settings, policy, trainer.reference, kernels, trainer.packing, folder, restart.done,
+            trainer.engine.description,
+        )  # fmt: skip
+        console.print_header(rows, title="GRPO: ask before you act")
+        for line in config.cautions(settings):
+            resume.say(f"warning: {line}")
+        for line in run_folder.changed_machine(folder, machine):
+            resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
 
-    if policy.device.type == "cuda":
-        resume.say(f"worst-case step: {rehearse(trainer, held_out(None))}")
-    # Before the checkpoint is loaded: until then the policy is the base.
-    before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
-    restart.apply(folder, trainer)
-    history = run_steps(settings, trainer, folder, restart.done, signals)
+        if policy.device.type == "cuda":
+            resume.say(f"worst-case step: {rehearse(trainer, held_out(None))}")
+        # Before the checkpoint is loaded: until then the policy is the base.
+        before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
+        restart.apply(folder, trainer)
+        history = run_steps(settings, trainer, folder, restart.done, signals)
 
-    with run_folder.writing(folder, settings.optim.num_steps):
-        save_final(policy, folder / "final")
-    again = restart.done < settings.optim.num_steps
-    after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), again)
-    comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
-    with run_folder.writing(folder, settings.optim.num_steps):
-        plots.plot_run(folder / "plots", history.rows, comparison)
-    console.print_outcome(comparison, artefacts(folder))
+        total = settings.optim.num_steps
+        with run_folder.writing(folder, total):
+            save_final(policy, folder / "final")
+        after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), restart.done < total)
+        comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
+        with run_folder.writing(folder, total):
+            plots.plot_run(folder / "plots", history.rows, comparison)
+        console.print_outcome(comparison, artefacts(folder))
 
 
 def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals) -> LogHistory:

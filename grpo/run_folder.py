@@ -169,8 +169,8 @@ def stored(folder: Path) -> dict[str, Any]:
         raise UsageError(f"--resume {folder}: holds no run (no config.json)")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(document["run_id"], str) or not isinstance(document["config"], dict):
-            raise ValueError("run_id and config must be text and an object")
+        if not isinstance(document["config"], dict):
+            raise ValueError("config: not an object")
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UsageError(f"{path}: damaged, or of another version ({error})") from error
     return document
