@@ -13,6 +13,15 @@ if not torch.cuda.is_available():
 from tests import toy  # noqa: E402
 
 
+def pytest_collection_modifyitems(items):
+    """Several vLLM engines at once would fight for memory: where tests run in parallel, theirs do not."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        skip = pytest.mark.skip(reason="vLLM's tests run one after the other: `make test-vllm`")
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model folder with the toy policy; dropout is set in its config, and must have no effect."""

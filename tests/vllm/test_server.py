@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import urllib3
@@ -21,9 +22,9 @@ from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests import toy
-from tests.vllm.test_vllm_engine import PROMPT, play, sampled, trainers, turns
-from tests.vllm.test_vllm_weights import ROOT
+from tests.vllm.helpers import PROMPT, play, sampled, trainers, turns
 
+ROOT = Path(__file__).parents[2]
 START_SECONDS = 300
 GREEDY = SamplingConfig(temperature=0.0)
 
