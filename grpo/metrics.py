@@ -79,10 +79,6 @@ METRICS: dict[str, str] = {
 }
 
 
-CLOSE = b"\n]\n"
-"""Ends the log's list."""
-
-
 def is_time(key: str) -> bool:
     """True for keys that depend on the clock."""
     return key == "step_time" or key.startswith("time/")
@@ -126,27 +122,25 @@ class LogHistory:
     something else.
     """
 
+    CLOSE = b"\n]\n"
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.rows: list[dict[str, Any]] = read_log(self.path)
         self._rewrite()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of the next step.
-
-        Raises:
-            ValueError: its step does not follow the last one.
-            OSError: it cannot be written (a full disk); the file holds the rows before it.
-        """
+        """Add the row of the next step. Raises ValueError where its step does not follow the last one, and OSError
+        where it cannot be written (a full disk): the file holds the rows before it then."""
         row = strict(row)
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             raise ValueError(f"{self.path}: step {row['step']} after step {self.rows[-1]['step']}")
         text = ((",\n" if self.rows else "\n") + dumps(row)).encode()
         with open(self.path, "r+b", buffering=0) as file:
             try:
-                self._write_at_end(file, text + CLOSE)
+                self._write_at_end(file, text + self.CLOSE)
             except OSError:
-                self._write_at_end(file, CLOSE)  # where it stood before, so this needs no room
+                self._write_at_end(file, self.CLOSE)  # where it stood before, so this needs no room
                 file.truncate()
                 raise
         self.end += len(text)
@@ -171,7 +165,7 @@ class LogHistory:
     def _rewrite(self) -> None:
         body = "[" + ",".join("\n" + dumps(row) for row in self.rows)
         self.end = len(body.encode())  # where the next row goes
-        content = body.encode() + CLOSE
+        content = body.encode() + self.CLOSE
         if not self.path.exists() or self.path.read_bytes() != content:
             write_atomic(self.path, content)
 

@@ -110,11 +110,12 @@ def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signa
         SystemExit: after a signal, with a checkpoint.
         RunStopped: a full disk, or too many dropped steps.
     """
-    history = LogHistory(folder / "log_history.json")
-    history.truncate_to(done)
+    total = settings.optim.num_steps
+    with run_folder.writing(folder, done):
+        history = LogHistory(folder / "log_history.json")
+        history.truncate_to(done)
     guard = Guard(folder, settings, trainer.policy, trainer.engine)
     saver = Saver(folder, settings, trainer, history, done)
-    total = settings.optim.num_steps
     with console.StepProgress(total, done) as progress, signals.finish_first():
         for index in range(done, total):
             step = index + 1
@@ -128,17 +129,20 @@ def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signa
                 seconds=result.seconds,
                 num_tokens_before=last_num_tokens(history.rows),
             )
-            saver.log(row, result)
-            progress.update(row)
-            stopped = guard.after(history.rows, result.groups)
-            interrupted = signals.received is not None
-            if step == total or stopped or interrupted or saver.due(step):
-                saver.checkpoint(step)
+            with run_folder.writing(folder, step):
+                saver.log(row, result)
+                progress.update(row)  # standard output may be a file on the same disk
+                stopped = guard.after(history.rows, result.groups)
+                interrupted = signals.received is not None
+                if step == total or stopped or interrupted or saver.due(step):
+                    saver.checkpoint(step)
             if stopped:
                 raise stopped
-            if interrupted and step < total:
-                print(f"\nto continue: python train.py --resume {folder}")
-                raise SystemExit(signals.exit_code)
+            if interrupted:
+                break
+    if signals.received is not None:
+        print(f"\nto continue: python train.py --resume {folder}")
+        raise SystemExit(signals.exit_code)
     return history
 
 
@@ -155,15 +159,14 @@ class Saver:
         self.warned = False
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep a step's rollouts before anything is done with them."""
+        """Keep a step's rollouts before anything is done with them. Raises RunStopped on a full disk."""
         with run_folder.writing(self.folder, step):
             self.recorder.save(step, groups)
 
     def log(self, row: dict[str, Any], result: StepResult) -> None:
-        """Write a finished step's line and episodes."""
-        with run_folder.writing(self.folder, row["step"]):
-            write_completions(self.folder / "completions", row["step"], result.groups, result.advantages)
-            self.history.append(row)
+        """Write a finished step's line and episodes. Raises OSError."""
+        write_completions(self.folder / "completions", row["step"], result.groups, result.advantages)
+        self.history.append(row)
         free, needed = shutil.disk_usage(self.folder).free, checkpoint.size(self.trainer.policy.model)
         if free < needed and not self.warned:
             sizes = f"{run_folder.megabytes(free)} free, the next checkpoint needs {run_folder.megabytes(needed)}"
@@ -175,20 +178,19 @@ class Saver:
         return bool(self.settings.run.save_every) and step % self.settings.run.save_every == 0
 
     def checkpoint(self, step: int) -> None:
-        """Save the state after `step`, then drop what no kept checkpoint needs."""
+        """Save the state after `step`, then drop what no kept checkpoint needs. Raises OSError."""
         keep = self.settings.run.keep_checkpoints
         progress = checkpoint.Progress(
             self.run_id, self.config, step, position(self.settings, step), self.history.position
         )
-        with run_folder.writing(self.folder, step):
-            sync(self.history.path)
-            for covered in range(self.saved + 1, step + 1):
-                for path in completion_paths(self.folder / "completions", covered):
-                    sync(path)
-            checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
-            # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
-            kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
-            self.recorder.prune(kept[0])
+        sync(self.history.path)
+        for covered in range(self.saved + 1, step + 1):
+            for path in completion_paths(self.folder / "completions", covered):
+                sync(path)
+        checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
+        # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
+        kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
+        self.recorder.prune(kept[0])
         self.saved = step
 
 

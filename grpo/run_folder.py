@@ -135,6 +135,8 @@ def writing(folder: Path, step: int) -> Iterator[None]:
     """An error of the disk inside (full, gone) stops the run with one line; what was saved before stays as it is."""
     try:
         yield
+    except BrokenPipeError:  # nobody reads standard output on: no fault of the disk
+        raise
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunStopped(

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import checkpoint, model, reference, run, run_folder
+from grpo import checkpoint, model, reference, run, run_folder, trainer
 from grpo.metrics import without_times
 from grpo.rollout_record import Recorder
 from grpo.trainer import Trainer
@@ -313,6 +314,14 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(finished, tmp_path, 
     assert without_times(history(folder)) == without_times(history(finished)) and weights(folder) == weights(finished)
 
 
+def test_a_signal_in_the_last_step_counts_too(copy, finished, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "position", lambda *args: signal.raise_signal(signal.SIGTERM) or trainer.position(*args))
+        assert resume(copy) == 143
+    assert len(history(copy)) == 4 and not (copy / "final").exists()
+    assert resume(copy) == 0 and same(copy, finished)
+
+
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_stops_at_once(finished, tmp_path, monkeypatch, second, code):
     folder = tmp_path / "run"
@@ -345,9 +354,8 @@ def full(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Recorder, "save"), (run.LogHistory, "append"), (checkpoint, "save"), (run, "save_final"),
-     (run, "write_completions")],
-)  # fmt: skip
+    [(Recorder, "save"), (run.LogHistory, "append"), (run, "write_completions"), (run, "save_final")],
+)
 def test_a_full_disk_stops_the_run_in_one_line_and_a_resumed_one_loses_nothing(
     copy, finished, capsys, monkeypatch, owner, name
 ):
@@ -359,6 +367,21 @@ def test_a_full_disk_stops_the_run_in_one_line_and_a_resumed_one_loses_nothing(
     error = capsys.readouterr().err.strip()
     assert "cannot write somewhere (No space left on device)" in error and f"--resume {copy}" in error
     assert "Traceback" not in error and error.count("\n") == 0
+    assert resume(copy) == 0
+    assert same(copy, finished)
+
+
+def test_a_file_system_that_takes_no_file_as_large_as_a_checkpoint(copy, finished, capsys):
+    """The error that safetensors itself meets: the process may write files of at most 1 MB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
+    try:
+        assert resume(copy) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: step 4: cannot write ") and "File too large" in error and error.count("\n") == 0
+    assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000002"]
     assert resume(copy) == 0
     assert same(copy, finished)
 
