@@ -10,7 +10,7 @@ import toy
 import transformers
 
 from grpo.config import UsageError
-from grpo.engines import TurnRequest, slots
+from grpo.engines import TurnRequest, slots, torch_engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 
@@ -233,6 +233,41 @@ def test_only_unique_tokens_are_computed():
     unique = 20 + sum(len(prompt) - 20 for prompt in prompts) + (len(episodes) - len(prompts)) + grown
     # Groups might by chance share more than the common prefix.
     assert unique - 3 <= sum(fed) <= unique
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_attention_heads": 4, "num_key_value_heads": 2}], ids=["one", "grouped"])
+def test_attention_that_shares_a_prefix_changes_nothing(monkeypatch, shape):
+    model = toy.make_model(TOKENIZER, **shape)
+    results, used, attend = [], [], slots._attend_shared
+    monkeypatch.setattr(slots, "_attend_shared", lambda *args: used.append(args[-1]) or attend(*args))
+    for rows in (4, 99):  # from how many rows on the prefix is read once; 99: never
+        monkeypatch.setattr(torch_engine, "SHARING_ROWS", rows)
+        engine = engine_for(model, slots=8)
+        used.clear()
+        rng = random.Random(3)
+        system = some_ids(rng, 150)
+        episodes = [Episode((g, m), system + some_ids(random.Random(g), 9)) for g in range(2) for m in range(4)]
+        play(engine, episodes, max_delay=2)
+        assert (set(used) >= {150} and 0 not in used) if rows == 4 else not used
+        results.append([episode.sampled for episode in episodes])
+    for shared, alone in zip(*results, strict=True):
+        assert [s[:2] for s in shared] == [s[:2] for s in alone]
+        assert [s[2] for s in shared] == pytest.approx([s[2] for s in alone], abs=1e-4)
+
+
+def test_a_large_cache_is_given_back_while_the_trainer_works(monkeypatch):
+    engine = engine_for(toy.make_model(TOKENIZER))
+    play(engine, episodes_of())
+    size = engine.cache.nbytes
+    engine.sleep()
+    assert engine.cache.nbytes == size > 0  # a small one is kept
+    monkeypatch.setattr(torch_engine, "KEPT_BYTES", size - 1)
+    engine.sleep()
+    assert engine.cache.nbytes == 0
+    again, fresh = episodes_of(seed=1), episodes_of(seed=1)
+    play(engine, again)
+    play(engine_for(toy.make_model(TOKENIZER)), fresh)
+    assert [episode.sampled for episode in again] == [episode.sampled for episode in fresh]
 
 
 def test_no_barrier_between_turns():

@@ -71,8 +71,9 @@ class Layout:
     """
 
     chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
-    row_mask: torch.Tensor  # [n, 1, w, K], 0 where a token attends and -inf elsewhere
+    row_mask: torch.Tensor  # [n, 1, w, K - shared], 0 where a token attends and -inf elsewhere
     grid: Grid  # of the last M tokens
+    shared: int = 0  # leading positions that hold the same in all n rows, and are read from the first
 
 
 class SlotCache(Cache):
@@ -119,6 +120,14 @@ class SlotCache(Cache):
         values[self.rows, :, self.columns] = value_states[0].transpose(0, 1).to(self.dtype)
         return keys, values
 
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pools in self.pools.values() for pool in pools)
+
+    def clear(self) -> None:
+        """Free the memory. The next forward makes pools of the size these had grown to."""
+        self.pools.clear()
+
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of one slot to others."""
         for pools in self.pools.values():
@@ -149,10 +158,12 @@ def slot_attention(
     for start, stop, row, mask in slot_layout.chunks:
         keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
         outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
-    n, _, _, length = slot_layout.row_mask.shape
+    n, shared = len(slot_layout.row_mask), slot_layout.shared
+    length = shared + slot_layout.row_mask.shape[-1]
     tail = sum(stop - start for start, stop, *_ in slot_layout.chunks)
     last = slot_layout.grid.spread(query[0, :, tail:], dim=1).transpose(0, 1)  # [n, H, w, d]
-    output = _attend(last, key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling)  # [n, w, H, d]
+    rows = key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling
+    output = _attend_shared(last, *rows, shared) if shared else _attend(last, *rows)  # [n, w, H, d]
     outputs.append(slot_layout.grid.gather(output)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
@@ -176,6 +187,37 @@ def _attend(
         mask = mask if q == 1 else mask.repeat(1, 1, share, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype), scale=scaling)
     return output.reshape(b, heads, q, -1).transpose(1, 2)
+
+
+def _attend_shared(
+    query: torch.Tensor,  # [n, H, w, d]
+    key: torch.Tensor,  # [n, H_kv, K, d]
+    value: torch.Tensor,
+    mask: torch.Tensor,  # [n, 1, w, K - shared]
+    scaling: float | None,
+    shared: int,
+) -> torch.Tensor:
+    """`_attend` where the first `shared` keys are those of every row, on a CPU: [n, w, H, d].
+
+    All n * w queries read them once, in larger GEMMs, and each row reads its other keys. Softmax over both together
+    is the average of the two outputs, weighted by the exponentials of their log-sum-exps.
+    """
+    n, heads, w, d = query.shape
+    kv_heads = key.shape[1]
+    share = heads // kv_heads
+    # SDPA's own kernel for CPUs; the public function keeps the log-sum-exp to itself.
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query = query.reshape(n, kv_heads, share * w, d)
+    everybody = query.transpose(0, 1).reshape(1, kv_heads, n * share * w, d)
+    common, common_lse = attend(everybody, key[:1, :, :shared], value[:1, :, :shared], scale=scaling)
+    common = common.view(kv_heads, n, share * w, d).transpose(0, 1)  # [n, H_kv, share * w, d]
+    common_lse = common_lse.view(kv_heads, n, share * w).transpose(0, 1)  # [n, H_kv, share * w]
+    mask = mask.repeat(1, 1, share, 1) if share > 1 else mask
+    own, own_lse = attend(
+        query, key[:, :, shared:], value[:, :, shared:], attn_mask=mask.to(query.dtype), scale=scaling
+    )
+    weight = torch.sigmoid(own_lse - common_lse)[..., None].to(own.dtype)
+    return torch.lerp(common, own, weight).reshape(n, heads, w, d).transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

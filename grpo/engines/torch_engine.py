@@ -34,11 +34,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.batching import common_prefix
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
+from grpo.engines.context_limit import checked_context
 from grpo.engines.drafts import DRAFT_LENGTH, Drafts
+from grpo.engines.few_rows import few_rows
 from grpo.engines.slots import ATTENTION_NAME, Grid, Layout, SlotCache, round_up
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
+
+KEPT_BYTES = 256 << 20  # a cache up to this size is kept while the trainer works: making it anew takes time
+SHARING_ROWS = 4  # with fewer, one call of attention is faster than two
 
 
 @dataclass
@@ -94,7 +100,7 @@ class TorchEngine:
         self.device, self.seed, self.default_sampling = torch.device(device), seed, sampling or SamplingConfig()
         weights = next(model.parameters()).dtype
         self.autocast_dtype = dtype if dtype not in (None, weights) else None
-        self.max_context = _checked_context(model, max_context)
+        self.max_context = checked_context(model, max_context)
         self.cache = SlotCache(slots, self.autocast_dtype or weights)
         self.start(0)
         self._check_forward()
@@ -106,6 +112,7 @@ class TorchEngine:
         self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
         self._rows: list[Row] = []  # row i of the cache belongs to _rows[i]
         self._queue: deque[TurnRequest] = deque()
+        self._prefix = 0  # ids that the first prompts of all rows begin with
         self._drafts = Drafts()
         self._modules = list(self.model.modules())
 
@@ -114,7 +121,12 @@ class TorchEngine:
     def wake(self) -> None:
         """Nothing to do: what the trainer changes is what the next forward reads."""
 
-    weights_changed = sleep = wake
+    weights_changed = wake
+
+    def sleep(self) -> None:
+        """Free the cache, where it is large enough for the trainer to miss it. Episodes are over by then."""
+        if self.cache.nbytes > KEPT_BYTES:
+            self.cache.clear()
 
     @property
     def num_active(self) -> int:
@@ -216,6 +228,7 @@ class TorchEngine:
             if shared:
                 copies.setdefault((donor, shared), []).append(index)
         self._queue = waiting
+        self._prefix = len(common_prefix([row.first_prompt for row in self._rows]))
         if copies:
             self.cache.reserve(len(self._rows), max(row.cached for row in self._rows))
         for (source, length), targets in copies.items():
@@ -246,8 +259,9 @@ class TorchEngine:
         longest = max(positions) + 1
         table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
         grid = Grid.of([1 + len(row.draft) for row in self._rows], self.device)
-        columns = torch.arange(round_up(longest), device=self.device)
-        row_mask = self._additive(columns <= grid.spread(table[2, tail:])[:, None, :, None])  # [n, 1, w, K]
+        shared = self._shared(longest)
+        columns = torch.arange(shared, round_up(longest), device=self.device)
+        row_mask = self._additive(columns <= grid.spread(table[2, tail:])[:, None, :, None])  # [n, 1, w, K - shared]
         self.cache.place(table[1], table[2], len(self._rows), longest)
         with self._sampling_mode():
             logits = self.model(
@@ -256,11 +270,19 @@ class TorchEngine:
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=len(ids) - tail,
-                slot_layout=Layout(chunks, row_mask, grid),
+                slot_layout=Layout(chunks, row_mask, grid, shared),
             ).logits[0]
         for row in self._rows:
             row.cached = len(row.ids)
         return logits
+
+    def _shared(self, longest: int) -> int:
+        """Leading positions that attention reads once for all rows: none unless they are most of what it reads.
+
+        On a GPU none either: its attention kernels do not give the log-sum-exp in one public call.
+        """
+        few = len(self._rows) < SHARING_ROWS or 2 * self._prefix < longest
+        return 0 if few or self.device.type != "cpu" else self._prefix
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[TurnOutput]:
         """Take each row's sampled tokens as far as its draft was right, and one more."""
@@ -301,7 +323,10 @@ class TorchEngine:
             module.training = False
         config._attn_implementation = attention
         try:
-            with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            autocast = torch.autocast(
+                self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+            )
+            with autocast, few_rows(() if self.autocast_dtype else self._modules):
                 yield
         finally:
             config._attn_implementation = trainers_attention
@@ -347,32 +372,3 @@ def _longest_prefix(prompt: tuple[int, ...], donors: dict[tuple[int, ...], int])
         if low > best[1]:
             best = (row, low)
     return best
-
-
-def _checked_context(model: Any, wanted: int | None) -> int:
-    """The most tokens an episode can have: `wanted`, or all the model takes. UsageError where it cannot run here."""
-    config, name = model.config.get_text_config(), type(model).__name__
-    kinds = getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"]
-    strange = sorted(set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"})
-    if strange or getattr(model, "_is_stateful", False):
-        raise UsageError(f"--engine torch: {name} has layers that are not attention ({', '.join(strange) or 'state'})")
-    limits = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
-    if "sliding_attention" in kinds:
-        limits["sliding_window"] = getattr(config, "sliding_window", None)
-    if "chunked_attention" in kinds:
-        limits["attention_chunk_size"] = getattr(config, "attention_chunk_size", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Beyond this length such models choose other frequencies, for the whole batch at once.
-        limits["original_max_position_embeddings"] = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-    limits = {option: limit for option, limit in limits.items() if limit}
-    if wanted is None:
-        if not limits:
-            raise UsageError(f"--engine torch: {name} does not say how long its context is")
-        return min(limits.values())
-    for option, limit in limits.items():
-        if limit < wanted:
-            raise UsageError(f"--engine torch: a context of {wanted} tokens exceeds {option} {limit} of {name}")
-    return wanted
