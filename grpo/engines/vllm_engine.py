@@ -58,6 +58,8 @@ except Exception as _error:  # a build for another torch or CUDA fails with almo
 class VllmEngine:
     """vLLM behind the rollout loop's protocol (see the module's text). Implements `grpo.engines.Engine`.
 
+    One for the life of the process: closing it closes process groups that every vLLM here shares.
+
     Args:
         policy: whose weights to sample with. vLLM computes in `policy.dtype`, on `policy.device`.
         eos_ids: ids that end a turn.

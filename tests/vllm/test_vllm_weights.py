@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -263,20 +264,24 @@ def test_a_trainer_that_says_nothing_of_its_updates_shows_in_the_gap(engine, pol
     assert gaps[0] < 1e-3 < 1e-2 < gaps[1]
 
 
-def test_untied_heads_and_16_bit_weights(tmp_path_factory):
-    """A second vLLM in this process, on a random model with a head of its own, whose weights are sent in bfloat16."""
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """A second vLLM, on a random model with a head of its own, whose weights are sent in bfloat16. It lives as long as
+    the session: closing one vLLM closes the process groups that all in a process share."""
     folder = tmp_path_factory.mktemp("untied")
     tokenizer = toy.make_tokenizer()
     toy.make_model(tokenizer, tie_word_embeddings=False, head_dim=32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = settings_for(folder, dtype="bfloat16", max_completion_len=64)
     policy = run.load_policy(settings.model)
+    return policy, run.make_engine(settings, policy, run.make_chat(policy), held_out(5))
+
+
+def test_untied_heads_and_16_bit_weights(untied):
+    policy, engine = untied
     assert "lm_head.weight" in dict(named_weights(policy.model))
-    chat = run.make_chat(policy)
-    engine = run.make_engine(settings, policy, chat, held_out(5))
     engine.start(0, GREEDY)
-    first = one_turn(engine).token_ids
-    assert first != (7,)
+    assert one_turn(engine).token_ids != (7,)
     favour_token_7(policy)
     edit(policy, "lm_head.weight", lambda weight: weight[7].mul_(3.0))
     engine.weights_changed()
@@ -290,7 +295,12 @@ def test_train_py(settings, tmp_path):
     flags = f"--engine vllm --model {settings.model.model} --num-steps 2 --beta 0.2 --eval-limit 3 --device cpu"
     flags += f" --prompts-per-step 2 --num-generations 4 --save-every 1 --output-dir {folder}"
     done = subprocess.run(
-        [sys.executable, "train.py", *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "train.py", *flags.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "vllm 0.32" in done.stdout and "no sleep mode on a CPU" in done.stdout
