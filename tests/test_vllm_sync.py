@@ -69,9 +69,9 @@ def test_rows_in_another_order_differ():
 
 def test_the_tolerance_by_hand():
     config = make().config  # 2 layers, width 32
-    expected = 4 * (2**-24 * 4 + 2**-24 * math.sqrt(16 * 32)) * 2.0
+    expected = 2 * (2**-24 * 4 + 2**-24 * math.sqrt(16 * 32)) * 2.0
     assert vllm_sync.canary_tolerance(config, torch.float32, [-1.0, -3.0]) == pytest.approx(expected)
-    half = 4 * (2**-8 * 4 + 2**-24 * math.sqrt(16 * 32))
+    half = 2 * (2**-8 * 4 + 2**-24 * math.sqrt(16 * 32))
     assert vllm_sync.canary_tolerance(config, torch.bfloat16, [-0.1]) == pytest.approx(half)
 
 

@@ -18,7 +18,7 @@ from grpo.model import Policy
 
 CANARY_LENGTH = 128  # tokens at most
 ROUNDINGS_PER_LAYER = 8  # norm, q/k/v, rotation, attention, output; norm, gate and up, down
-SAFETY = 4.0
+SAFETY = 2.0
 
 
 def named_weights(model: torch.nn.Module, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,8 +67,11 @@ def canary_tolerance(config: Any, dtype: torch.dtype, logprobs: Sequence[float])
     Both sides compute the same function with other kernels. Each of the R = 8 L roundings on the way through L layers
     changes the residual stream by a relative u (the unit roundoff of `dtype`), in random directions, so together by
     u * sqrt(R). Matrix products accumulate K = hidden_size terms in float32, which adds u32 * sqrt(R * K). A relative
-    error of the logits is one of log-probs times their size. The bound is four times that; a tensor that is missing,
-    stale by a visible amount or in the wrong place moves log-probs by far more.
+    error of the logits is one of log-probs times their size. The bound is twice that.
+
+    Measured on a CPU on models of 2 to 28 layers, gaps are 1/140 to 1/7 of it, in float32 and in bfloat16. A layer that
+    is missing moves float32 log-probs by hundreds of times the bound; in bfloat16 the bound can be larger than that, and
+    the checksums are the sharper test.
     """
     roundings = ROUNDINGS_PER_LAYER * config.num_hidden_layers
     unit, unit32 = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2
