@@ -1,5 +1,6 @@
 """Sampling with vLLM: what it reports is what the trainer computes, settings mean what they say, limits are kept."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -199,3 +200,26 @@ def test_the_process_keeps_its_settings(engine):
     assert torch.get_num_threads() == before + 1
     torch.set_num_threads(before)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_another_release_or_a_build_for_another_device_is_refused(engine, policy, monkeypatch):
+    from grpo.engines import vllm_engine
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine.vllm, "__version_tuple__", (0, 31, 1))
+        patch.setattr(vllm_engine.vllm, "__version__", "0.31.1")
+        with pytest.raises(UsageError, match=r'vLLM 0.31.1 is installed, 0.32 is needed; pip install -e "\.\[vllm\]"'):
+            vllm_engine.VllmEngine(policy, (), engine.plan)
+    on_gpu = dataclasses.replace(policy, device=torch.device("cuda"))
+    with pytest.raises(UsageError, match=r"computes on cpu, the policy is on cuda"):
+        vllm_engine.VllmEngine(on_gpu, (), engine.plan)
+
+
+def test_what_vllm_cannot_start_with_is_one_line(engine, policy):
+    from grpo.engines.vllm_engine import VllmEngine
+
+    huge = dataclasses.replace(engine.plan, max_context=10**7)
+    with pytest.raises(UsageError, match="--engine vllm: cannot run Qwen3ForCausalLM here") as error:
+        VllmEngine(policy, (), huge)
+    assert "\n" not in str(error.value)
+    assert turns(engine, [TurnRequest((0, 0), PROMPT, 2)])[0, 0].token_ids  # the one that runs goes on
