@@ -52,6 +52,11 @@ def test_without_vllm_one_line_names_the_command(folder, monkeypatch):
     monkeypatch.delitem(sys.modules, "grpo.engines.vllm_engine", raising=False)
 
 
+def test_a_share_of_a_gpu_needs_one(folder):
+    with pytest.raises(UsageError, match="--gpu-memory 0.5: is vLLM's share of a GPU"):
+        make(folder, gpu_memory=0.5)
+
+
 def test_max_context_replaces_what_would_be_chosen(folder):
     chosen = make(folder)
     assert isinstance(chosen, TorchEngine)
