@@ -63,8 +63,7 @@ def save(run_folder: Path, progress: Progress, model: Any, optimizer: torch.opti
     folder = run_folder / FOLDER
     target = folder / f"step-{progress.step:06d}"
     aside = target.with_name(target.name + ASIDE)
-    for leftover in folder.glob(f"*{ASIDE}"):  # of a run that was killed while it wrote here
-        shutil.rmtree(leftover, ignore_errors=True)
+    tidy(run_folder, keep)
     try:
         aside.mkdir(parents=True)
         _write(aside, progress, model, optimizer)
@@ -72,9 +71,16 @@ def save(run_folder: Path, progress: Progress, model: Any, optimizer: torch.opti
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise _as_os_error(error, target) from error
+    tidy(run_folder, keep)
+    return target
+
+
+def tidy(run_folder: Path, keep: int) -> None:
+    """Drop all checkpoints but the newest `keep`, and what a process that was killed left unfinished."""
+    for leftover in (run_folder / FOLDER).glob(f"*{ASIDE}"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for old in finished(run_folder)[:-keep]:
         remove_folder(old)
-    return target
 
 
 def size(model: Any) -> int:

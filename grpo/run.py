@@ -114,8 +114,9 @@ def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signa
     with run_folder.writing(folder, done):
         history = LogHistory(folder / "log_history.json")
         history.truncate_to(done)
+        saver = Saver(folder, settings, trainer, history, done)
+        saver.tidy()
     guard = Guard(folder, settings, trainer.policy, trainer.engine)
-    saver = Saver(folder, settings, trainer, history, done)
     with console.StepProgress(total, done) as progress, signals.finish_first():
         for index in range(done, total):
             step = index + 1
@@ -178,7 +179,7 @@ class Saver:
         return bool(self.settings.run.save_every) and step % self.settings.run.save_every == 0
 
     def checkpoint(self, step: int) -> None:
-        """Save the state after `step`, then drop what no kept checkpoint needs. Raises OSError."""
+        """Save the state after `step`. Raises OSError."""
         keep = self.settings.run.keep_checkpoints
         progress = checkpoint.Progress(
             self.run_id, self.config, step, position(self.settings, step), self.history.position
@@ -188,10 +189,16 @@ class Saver:
             for path in completion_paths(self.folder / "completions", covered):
                 sync(path)
         checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
+        self.tidy()
+        self.saved = step
+
+    def tidy(self) -> None:
+        """Drop what no kept checkpoint needs. A run may have been killed before it did, so a resumed one begins so."""
+        keep = self.settings.run.keep_checkpoints
+        checkpoint.tidy(self.folder, keep)
         # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
         kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
         self.recorder.prune(kept[0])
-        self.saved = step
 
 
 def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:

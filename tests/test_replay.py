@@ -88,6 +88,14 @@ def test_a_record_gives_back_the_same_groups_bit_for_bit(tmp_path_factory, batch
     assert record.about == {"step": 3, "run_id": "a"}
 
 
+def test_two_halves_of_a_surrogate_pair_stay_two(tmp_path):
+    scenario = training_scenario(0, 0)
+    record = EpisodeRecord(scenario, (Question("\ud83d\ude00", "\0", None),), stop_reason=StopReason.ENV_ERROR)
+    episode = Episode((1,), (), (), (), (), StopReason.ENV_ERROR, record, None)
+    rollout_record.save(tmp_path / "x.json.gz", [Group(scenario, (episode,))])
+    assert len(rollout_record.load(tmp_path / "x.json.gz").groups[0].episodes[0].record.questions[0].text) == 2
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"junk", gzip.compress(b"[]"), gzip.compress(b'{"format": 2}'), gzip.compress(b"\xff"), pickle.dumps({}),

@@ -98,6 +98,10 @@ def same(folder, finished):
     return without_times(history(folder)) == without_times(history(finished)) and weights(folder) == weights(finished)
 
 
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
 # ------------------------------------------------------------------------------------------------ killed processes
 
 
@@ -223,6 +227,19 @@ def test_where_all_checkpoints_are_damaged_each_is_named_and_nothing_is_written(
     error = capsys.readouterr().err
     assert "step-000002 is damaged" in error and "step-000004 is damaged" in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_a_kill_before_the_last_checkpoint_is_tidied_up_leaves_nothing_behind(copy, finished, monkeypatch):
+    def dies(self):
+        if len(self.history.rows) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Saver, "tidy", dies)
+        assert resume(copy) == 130
+    (copy / "checkpoints" / "step-000001.old.tmp").mkdir()
+    assert resume(copy) == 0
+    assert names(copy) == names(finished) and same(copy, finished)
 
 
 def run_identity(folder):
