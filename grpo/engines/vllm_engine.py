@@ -116,7 +116,7 @@ class VllmEngine:
             max_model_len=self.max_context,
             max_num_seqs=slots,
             enable_sleep_mode=self.plan.sleep_level > 0,
-            # Compiling takes seconds to minutes on a CPU and gains little there.
+            # On a CPU the first generation would spend seconds on compiling.
             enforce_eager=on_cpu,
         )
         if on_cpu:
@@ -126,7 +126,7 @@ class VllmEngine:
     @property
     def description(self) -> str:
         """For the run's header."""
-        return f"vllm {vllm.__version__}, in process, {self.plan.describe()}"
+        return f"vllm {vllm.__version__}, in process, contexts of {self.max_context} tokens, {self.plan.describe()}"
 
     # ------------------------------------------------------------------------------------------------------ weights
 
