@@ -218,7 +218,7 @@ def own_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple
     settings = Config().with_values(knobs | {"max_completion_len": length})
     policy = load_policy(settings.model)
     chat = make_chat(policy)
-    return make_engine(settings, policy, chat, scenarios), chat
+    return make_engine(settings, policy, chat, scenarios, training=False), chat
 
 
 def served_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple[Engine, ChatTokens]:

@@ -44,7 +44,7 @@ def divergence(model: str, base: str, limit: int) -> float:
     trained, reference = load_policy(settings.model), load_policy(settings.with_values({"model": base}).model)
     chat, scenarios = make_chat(trained), held_out(limit)
     groups = rollout(
-        make_engine(settings, trained, chat, scenarios),
+        make_engine(settings, trained, chat, scenarios, training=False),
         chat,
         scenarios,
         num_generations=1,

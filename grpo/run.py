@@ -245,7 +245,9 @@ def chat_tokens(name: str, tokenizer: Any, generation_config: Any, vocab_size: i
         raise UsageError(f"--model {name}: its tokenizer or chat template fails ({one_line(error)})") from error
 
 
-def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario]) -> Engine:
+def make_engine(
+    settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario], training: bool = True
+) -> Engine:
     """The sampler that the settings ask for.
 
     An episode has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
@@ -277,7 +279,7 @@ def make_engine(settings: Config, policy: Policy, chat: ChatTokens, scenarios: S
     if which == "vllm":
         from grpo.engines.vllm_engine import VllmEngine
 
-        plan = make_plan(settings, policy, context, longest)
+        plan = make_plan(settings, policy, context, longest, training)
         return VllmEngine(policy, chat.eos_ids, plan, canary=prompts[0], **options)
     return TorchEngine(
         policy.model, chat.eos_ids, max_context=context, device=policy.device, dtype=policy.dtype, **options

@@ -57,6 +57,13 @@ def test_what_cannot_fit_is_one_line_with_the_sizes(card, model):
     assert f"a card of {card} GiB is too small" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_evaluation_needs_no_room_for_training():
+    chosen = plan(24, "1.7B", reference=False, training=False)
+    assert chosen.sleep_level == 0
+    with pytest.raises(UsageError):
+        plan(24, "1.7B", reference=False)
+
+
 def test_without_a_reference_more_fits():
     with pytest.raises(UsageError):
         plan(35, "1.7B")

@@ -85,8 +85,10 @@ class ModelSize:
         return 4 * self.hidden * self.layers + layer if checkpointing else layer * self.layers
 
 
-def make_plan(settings: Config, policy: Policy, max_context: int, longest_prompt: int) -> MemoryPlan:
-    """The plan of a run, with the memory of the card that its policy is on."""
+def make_plan(
+    settings: Config, policy: Policy, max_context: int, longest_prompt: int, training: bool = True
+) -> MemoryPlan:
+    """The plan of a run, or of an evaluation, with the memory of the card that its policy is on."""
     rollout, config = settings.rollout, policy.model.config.get_text_config()
     size = ModelSize.of(config, policy.num_parameters)
     episodes = min(rollout.max_concurrent, rollout.prompts_per_step * rollout.num_generations)
@@ -103,6 +105,7 @@ def make_plan(settings: Config, policy: Policy, max_context: int, longest_prompt
         update_tokens=min(unique, settings.optim.microbatch_tokens),
         reference=settings.loss.beta > 0,
         checkpointing=settings.model.gradient_checkpointing,
+        training=training,
         gpu_memory=rollout.gpu_memory,
     )
 
@@ -124,6 +127,7 @@ def gpu_plan(
     update_tokens: int,
     reference: bool,
     checkpointing: bool = False,
+    training: bool = True,
     gpu_memory: float = 0.0,
 ) -> MemoryPlan:
     """vLLM's share of a card, its sleep level, and the context it can have.
@@ -135,13 +139,14 @@ def gpu_plan(
         episodes: that run at once.
         update_tokens: of the largest microbatch.
         reference: is a second, frozen model on the card?
+        training: without it there are weights alone, no gradients, moments or updates.
         gpu_memory: vLLM's share where the user has chosen it, else 0.
 
     Raises:
         UsageError: trainer and sampler cannot fit, whatever the split.
     """
-    trainer = (20 if reference else 16) * size.parameters
-    update = update_tokens * size.activation_bytes_per_token(checkpointing)
+    trainer = ((16 if training else 4) + (4 if reference else 0)) * size.parameters
+    update = update_tokens * size.activation_bytes_per_token(checkpointing) if training else 0
     usable = USABLE * card_bytes
     token = size.kv_bytes_per_token(dtype)
     fixed = size.parameters * dtype.itemsize + WORKING_BYTES
@@ -155,7 +160,7 @@ def gpu_plan(
         said = f"--gpu-memory {gpu_memory:g}" if gpu_memory else "--engine vllm"
         raise UsageError(
             f"{said}: a card of {card_bytes / GIB:.0f} GiB is too small: {size.parameters / 1e9:.2f}B parameters take "
-            f"{trainer / GIB:.0f} GiB to train, vLLM gets {share / GIB:.1f}; at least {least:.0f} GiB are needed in all"
+            f"{trainer / GIB:.0f} GiB beside vLLM, which gets {share / GIB:.1f}; {least:.0f} GiB are needed"
         )
     together = trainer + update + share
     level = 0 if together <= usable else 2
