@@ -8,8 +8,10 @@ computed once per member. Here each unique token is computed once: a microbatch 
 with positions that continue from the parent's. Everything in a transformer but attention acts on single tokens, so an
 attention function registered with transformers is all it takes; the model's code is not touched.
 
-On a CPU each segment is one call of SDPA over the keys of its ancestors and its own: blocks of other segments are never
-computed. On a GPU all segments travel in one call of variable-length flash attention (`torch.nn.attention.varlen`).
+On a CPU the keys of a segment are read in place, by two calls of SDPA's kernel: its own queries, causally, and all its
+descendants, who stand right behind it. What a query finds in the segments on its path is averaged, weighted by the
+exponentials of their log-sum-exps. Nothing is masked and blocks of other segments are never computed. On a GPU all
+segments travel in one call of variable-length flash attention (`torch.nn.attention.varlen`).
 """
 
 from __future__ import annotations
@@ -75,6 +77,31 @@ class TreeLayout:
         parts = [torch.arange(s, s + segment.length) for s, segment in zip(starts, self.segments)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
+    def blocks(self) -> list[tuple[slice, slice, bool]]:
+        """What attends to what, by segments: (keys among P + T, queries among T, causal). A query's own segment comes
+        before its ancestors. Raises ValueError unless segments are in depth-first order, descendants right behind."""
+        if "blocks" not in self._cached:
+            for i, segment in enumerate(self.segments):
+                if segment.parent >= 0 and segment.parent not in (i - 1, *self.ancestors(i - 1)):
+                    raise ValueError(f"segment {i} does not stand among the descendants of its parent {segment.parent}")
+            starts = [0]
+            for segment in self.segments:
+                starts.append(starts[-1] + segment.length)
+            causal, dense = [], []
+            for i, segment in enumerate(self.segments):
+                own = slice(starts[i], starts[i] + segment.length)
+                keys = slice(self.prefix_length + own.start, self.prefix_length + own.stop)
+                causal.append((keys, own, True))
+                end = i + 1
+                while end < len(self.segments) and i in self.ancestors(end):
+                    end += 1
+                if end > i + 1:
+                    dense.append((keys, slice(own.stop, starts[end]), False))
+            if self.prefix_length:
+                dense.append((slice(0, self.prefix_length), slice(0, starts[-1]), False))
+            self._cached["blocks"] = causal + dense
+        return self._cached["blocks"]
+
     def mask(self, index: int, share: int, like: Tensor) -> Tensor:
         """Additive mask [1, 1, share * n, P + ancestors + n]: 0 for ancestors and the past, -inf for the future."""
         n = self.segments[index].length
@@ -135,10 +162,99 @@ def tree_attention(
     elif tree_layout.prefix_length:
         past_key, past_value = tree_layout.prefix[module.layer_idx]
         key, value = torch.cat([past_key.to(key.dtype), key], 2), torch.cat([past_value.to(value.dtype), value], 2)
-    # Flash attention takes 16-bit types only; under autocast the norms leave queries and keys in float32.
-    half = value.dtype in (torch.float16, torch.bfloat16)
-    attend = _varlen if value.is_cuda and half and varlen_attn is not None else _segment_by_segment
+    # Under autocast the norms leave queries and keys in float32; attention is in the type of the linear layers.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if value.device.type == "cpu":
+        output = _TreeAttention.apply(query, key, value, tree_layout, scaling or query.shape[-1] ** -0.5)
+        return output.transpose(1, 2), None
+    half = value.dtype in (torch.float16, torch.bfloat16)  # all that flash attention takes
+    attend = _varlen if half and varlen_attn is not None else _segment_by_segment
     return attend(query, key, value, tree_layout, scaling), None
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention by key segments, on a CPU. For each query, over the segments s on its path:
+
+        o = sum_s exp(l_s - l) o_s    with l_s, o_s of that segment's keys alone, l = logsumexp_s l_s
+
+    Backward of SDPA's kernel needs o and l of all keys, and then gives each segment's share of the gradients by
+    itself. Kept for it: query, key, value, o and l; no keys are copied or repeated for descendants.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scaling: float) -> Tensor:
+        """query [1, H, T, d], key and value [1, H_kv, P + T, d] -> [1, H, T, d]."""
+        # [1, T, H, d] in memory: what the model reshapes it to next, without a copy.
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        lse = torch.empty(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        for keys, queries, causal in layout.blocks():
+            q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+            found, found_lse = _block_forward(q, k, v, causal, scaling)
+            if causal:  # a query's own segment comes first
+                output[:, :, queries], lse[:, :, queries] = found, found_lse
+            else:
+                before = lse[:, :, queries]
+                weight = torch.sigmoid(found_lse - before)[..., None].to(found.dtype)
+                output[:, :, queries] = torch.lerp(output[:, :, queries], found, weight)
+                lse[:, :, queries] = torch.logaddexp(before, found_lse)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.layout, ctx.scaling = layout, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for keys, queries, causal in ctx.layout.blocks():
+            of_queries = (x[:, :, queries] for x in (grad, query, output, lse))
+            of_keys = key[:, :, keys], value[:, :, keys]
+            q, k, v = _block_backward(*of_queries, *of_keys, causal, ctx.scaling)
+            if causal:
+                grad_query[:, :, queries] = q
+            else:
+                grad_query[:, :, queries] += q
+            grad_key[:, :, keys] += k
+            grad_value[:, :, keys] += v
+        return grad_query, grad_key, grad_value, None, None
+
+
+# SDPA's kernel for CPUs itself: the public function keeps the log-sum-exp to itself. It takes as many heads of keys as
+# of queries. Where key heads serve several query heads, these become more queries of one head, so that keys are not
+# repeated; behind a causal mask that cannot be, and keys (of one segment) are.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[1, H, n, ...] -> [1, H_kv, share * n, ...]."""
+    return x.reshape(1, kv_heads, -1, *x.shape[3:])
+
+
+def _block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """q [1, H, n, d] over k, v [1, H_kv, m, d]: output [1, H, n, d] and log-sum-exp [1, H, n]."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if causal:
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v)) if heads > kv_heads else (k, v)
+        return _flash(q, k, v, 0.0, True, scale=scaling)
+    output, lse = _flash(_fold(q, kv_heads), k, v, 0.0, False, scale=scaling)
+    return output.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _block_backward(
+    grad: Tensor, q: Tensor, output: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by these keys, given the output and log-sum-exp over all keys."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if not causal:
+        folded = (_fold(x, kv_heads) for x in (grad, q))
+        rest = (_fold(x, kv_heads) for x in (output, lse))
+        grad_q, grad_k, grad_v = _flash_backward(*folded, k, v, *rest, 0.0, False, scale=scaling)
+        return grad_q.reshape(q.shape), grad_k, grad_v
+    share = heads // kv_heads
+    many = [x.repeat_interleave(share, 1) for x in (k, v)] if share > 1 else [k, v]
+    grad_q, *grads = _flash_backward(grad, q, *many, output, lse, 0.0, True, scale=scaling)
+    grad_k, grad_v = (x.unflatten(1, (kv_heads, share)).sum(2) for x in grads) if share > 1 else grads
+    return grad_q, grad_k, grad_v
 
 
 def _segment_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scaling: float | None) -> Tensor:

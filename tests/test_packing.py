@@ -113,10 +113,10 @@ def test_gradient_checkpointing_recomputes_with_the_tree(policies, folder):
 
 
 def test_a_wrong_tree_fails_the_comparison(policies, monkeypatch):
-    """The parity test can fail: members that see their sibling instead of their prompt, positions that do not go on."""
-    expected = pass_over(policies[0], PADDED, 10_000)[1]
+    """The parity test can fail: members that do not see their prompt, positions that do not go on."""
+    expected, blocks = pass_over(policies[0], PADDED, 10_000)[1], TreeLayout.blocks
     for name, fault in (
-        ("ancestors", lambda layout, index: [index - 1] if index else []),
+        ("blocks", lambda layout: [block for block in blocks(layout) if block[2]]),
         ("positions", lambda layout: torch.arange(sum(segment.length for segment in layout.segments))),
     ):
         with monkeypatch.context() as patch:
@@ -162,6 +162,37 @@ def test_variable_length_attention_is_given_the_same_tree(monkeypatch, prefix_le
     assert actual.shape == (1, tokens, 4, 8) and torch.allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("prefix_length", [0, 4])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_attention_by_key_segments_and_its_gradients(prefix_length, key_heads):
+    """In double, against one masked call of SDPA per segment and autograd."""
+    segments = [Segment(5, -1), Segment(3, 0), Segment(1, 1), Segment(6, 1), Segment(2, 0), Segment(4, -1)]
+    tokens = sum(segment.length for segment in segments)
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, tokens, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (
+        torch.randn(1, key_heads, prefix_length + tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    layout = TreeLayout(segments, prefix_length=prefix_length)
+    expected = tree_attention._segment_by_segment(query, key, value, layout, 0.3)
+    actual = tree_attention._TreeAttention.apply(query, key, value, layout, 0.3).transpose(1, 2)
+    assert actual.is_contiguous()  # the model reshapes it to [1, T, H * d]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    outside = torch.randn_like(expected)
+    for found, right in zip(
+        torch.autograd.grad(actual, (query, key, value), outside),
+        torch.autograd.grad(expected, (query, key, value), outside),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
+def test_segments_out_of_order_are_refused():
+    layout = TreeLayout([Segment(5, -1), Segment(3, -1), Segment(2, 0)])
+    with pytest.raises(ValueError, match="segment 2 does not stand among the descendants of its parent 0"):
+        layout.blocks()
+
+
 def causal_lm(kind):
     tokenizer = toy.make_tokenizer()
     small = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -193,7 +224,8 @@ def test_learned_positions_pack_as_well():
 
 def test_a_model_that_computes_something_else_keeps_its_own_attention(folder, monkeypatch):
     policy = load_policy(ModelConfig(model=str(folder), device="cpu"))
-    monkeypatch.setattr(TreeLayout, "ancestors", lambda layout, index: [])
+    blocks = TreeLayout.blocks
+    monkeypatch.setattr(TreeLayout, "blocks", lambda layout: [block for block in blocks(layout) if block[2]])
     before = policy.model.config._attn_implementation
     assert "other hidden states packed than alone" in enable_packing(policy, 100)
     assert policy.model.config._attn_implementation == before
