@@ -53,7 +53,8 @@ def main() -> None:
         "bytes": statistics.mean(sizes),
     }
     share = f"{found['cpu_share']:.1%} of a step's CPU time ({found['cpu_ms']:.1f} of {found['step_cpu_ms']:.0f} ms)"
-    print(f"recording: {share}, {found['wall_ms']:.1f} ms by the clock with the disk; {found['bytes'] / 1e3:.0f} kB a step")
+    size = f"{found['bytes'] / 1e3:.0f} kB"
+    print(f"recording a step: {share}, {found['wall_ms']:.1f} ms by the clock with the disk; {size}")
     print(json.dumps(found))
 
 
