@@ -14,6 +14,7 @@ from env.prompts import first_messages
 from grpo import run_folder
 from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
+from grpo.environment import environment
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
 from scenarios.generator import HELD_OUT_FILE, held_out
 from scenarios.schema import Scenario, load_scenarios
@@ -56,8 +57,8 @@ class Arguments:
     """Write the report as JSON, with every episode, to this file."""
     overwrite: Switch = False
     """Allow --output and --plot to replace a file."""
-    engine: Literal["auto", "torch"] = "auto"
-    """Sampler. auto: torch (in process)."""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """Sampler. auto: vllm on a GPU where it is installed, else torch (in process)."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -65,6 +66,8 @@ class Arguments:
     vllm_url: Address = None
     """Ask a running `vllm serve` (or a server like it) at this address; --model names the model that it serves, whose
     tokenizer is read here. Evaluation only: a server cannot be trained through it."""
+    env_url: Address = None
+    """Play the episodes on the environment server at this address (`python -m env.server`), not in this process."""
     compare: Annotated[tuple[Path, ...] | None, arg(metavar="FILE FILE ...", help_behavior_hint="")] = None
     """Compare evaluation files, the base first; nothing is evaluated then."""
     plot: File = None
@@ -97,6 +100,8 @@ def check(args: Arguments) -> None:
         raise UsageError("--plot: needs --compare")
     if args.vllm_url is not None:
         check_served(args)
+    if args.env_url is not None and args.compare is not None:
+        raise UsageError("--env-url: nothing is evaluated with --compare; leave it out")
     if args.compare is not None:
         if len(args.compare) < 2:
             raise UsageError("--compare: give at least two evaluation files, the base first")
@@ -160,7 +165,9 @@ def evaluate(args: Arguments) -> None:
     if args.model in POLICIES:
         if args.also_greedy:
             raise UsageError(f"--also-greedy: {args.model} is a scripted policy, nothing is sampled")
-        report = evaluate_policy(args.model, scenarios, rubric=args.rubric or "card", seed=args.seed)
+        report = evaluate_policy(
+            args.model, scenarios, rubric=args.rubric or "card", seed=args.seed, env_factory=environment(args.env_url)
+        )
     else:
         report = evaluate_sampled(args, scenarios)
     report["scenarios"] |= source
@@ -190,6 +197,7 @@ def choose_scenarios(args: Arguments) -> tuple[list[Scenario], dict[str, str]]:
 
 def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, Any]:
     """The report of a language model."""
+    env_factory = environment(args.env_url, len(scenarios))
     length = args.max_completion_len or default_length(args.model)
     engine, chat = (own_engine if args.vllm_url is None else served_engine)(args, scenarios, length)
     with episode_progress(f"evaluating {args.model}", len(scenarios) * (1 + args.also_greedy)) as progress:
@@ -205,6 +213,7 @@ def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, An
             seed=args.seed,
             also_greedy=args.also_greedy,
             progress=progress,
+            env_factory=env_factory,
         )
     return report if args.vllm_url is None else report | {"server": engine.about}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from env.clarify import ClarifyEnv, EpisodeRecord
@@ -48,9 +48,11 @@ class ScriptedPolicy:
         return _ask_all(task)
 
 
-def play(policy: ScriptedPolicy, scenario: Scenario) -> tuple[EpisodeRecord, list[tuple[str, str | None]]]:
+def play(
+    policy: ScriptedPolicy, scenario: Scenario, env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv
+) -> tuple[EpisodeRecord, list[tuple[str, str | None]]]:
     """Plays one episode. Returns its record and its turns as (text, the environment's reply or None)."""
-    env = ClarifyEnv(scenario)
+    env = env_factory(scenario)
     messages = env.reset()
     turns: list[tuple[str, str | None]] = []
     while env.record.stop_reason is None:

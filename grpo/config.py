@@ -68,6 +68,8 @@ class RolloutConfig:
     """Tokens of an episode, prompt included. 0: the longest prompt and max_completion_len, as far as the model goes."""
     gpu_memory: float = 0.0
     """Share of the card that vLLM may use. 0: chosen from the card, the model and the recipe."""
+    env_url: str = ""
+    """Play all episodes on the environment server at this address (`python -m env.server`), not in this process."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,8 @@ def flag_value(args: list[str], name: str) -> str | None:
 def refuse_changes(stored: Config, given: Config) -> None:
     """A resumed run keeps its settings. Raises UsageError naming the first knob that differs."""
     for name, value in stored.flat().items():
-        if name != "resume" and given.flat()[name] != value:
+        # A server may have moved; what it plays is the same.
+        if name not in ("resume", "env_url") and given.flat()[name] != value:
             flag = name.replace("_", "-")
             raise UsageError(
                 f"--{flag} {given.flat()[name]}: the run was started with {value}; a resumed run keeps its settings"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from env.clarify import EpisodeRecord, StopReason
+from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
 from env.families import FAMILIES
 from env.policies import ScriptedPolicy, play
 from env.rubrics import Score, reward, score
@@ -197,6 +197,7 @@ def evaluate_model(
     seed: int = EVAL_SEED,
     also_greedy: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
 ) -> dict[str, Any]:
     """Play each scenario once with a model and report; `temperature` 0 is greedy.
 
@@ -208,7 +209,7 @@ def evaluate_model(
 
     if also_greedy:
         half = partial(evaluate_model, engine, chat, scenarios, model=model, rubric=rubric, top_p=top_p,
-                       max_completion_len=max_completion_len, seed=seed)  # fmt: skip
+                       max_completion_len=max_completion_len, seed=seed, env_factory=env_factory)  # fmt: skip
         first, second = _halves(progress)
         document = half(temperature=temperature, progress=first)
         greedy = half(temperature=0.0, progress=second)
@@ -223,6 +224,7 @@ def evaluate_model(
         reward_fn=lambda record: reward(record, rubric, no_plan_penalty=0.0),
         sampling=SamplingConfig(temperature, top_p, seed),
         progress=progress,
+        env_factory=env_factory,
     )
     episodes = [group.episodes[0] for group in groups]
     return report(
@@ -246,14 +248,19 @@ def _halves(progress: Callable[[int, int], None] | None) -> tuple[Callable[[int,
 
 
 def evaluate_policy(
-    name: str, scenarios: Sequence[Scenario], *, rubric: str = "card", seed: int = EVAL_SEED
+    name: str,
+    scenarios: Sequence[Scenario],
+    *,
+    rubric: str = "card",
+    seed: int = EVAL_SEED,
+    env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
 ) -> dict[str, Any]:
     """Play each scenario with a scripted policy (`env.policies`), through the same text that a model speaks.
 
     Raises ValueError for an unknown policy.
     """
     policy = ScriptedPolicy(name, seed)
-    played = [play(policy, scenario) for scenario in scenarios]
+    played = [play(policy, scenario, env_factory) for scenario in scenarios]
     return report(
         [record for record, _ in played],
         rubric=rubric,

@@ -21,6 +21,7 @@ from grpo.data_types import Group
 from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.engines.vllm_memory import make_plan
+from grpo.environment import environment, sessions_needed
 from grpo.files import ASIDE, commit_folder, sync
 from grpo.guard import Guard
 from grpo.head import describe
@@ -204,13 +205,14 @@ class Saver:
 def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:
     """Policy, sampler (`engine`, or the one that is asked for), reference and optimiser of a run, and what to call the
     kernels. Raises UsageError."""
+    env_factory = environment(settings.rollout.env_url, sessions_needed(settings))
     policy = load_policy(settings.model)
     kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
     chat = make_chat(policy)
     engine = engine or make_engine(settings, policy, chat, held_out(None))
     packing = make_packing(settings, policy, chat, engine.max_context)
     reference = Reference(settings.model, packing, engine.max_context) if settings.loss.beta > 0 else None
-    return Trainer(settings, policy, engine, chat, reference, packing), kernels
+    return Trainer(settings, policy, engine, chat, reference, packing, env_factory), kernels
 
 
 def describe_machine(policy: Policy) -> dict[str, Any]:
@@ -323,6 +325,7 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
             max_completion_len=settings.rollout.max_completion_len,
             also_greedy=True,
             progress=progress,
+            env_factory=trainer.env_factory,
         )
     with run_folder.writing(path.parent, 0 if path.name == "eval_before.json" else settings.optim.num_steps):
         run_folder.write_json(path, report)
@@ -368,6 +371,8 @@ def header(
         "steps": f"{optim.num_steps}" + (f", {done} done" if done else ""),
         "folder": str(folder),
     }
+    if rollout.env_url:
+        rows["environment"] = rollout.env_url
     return rows
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from env.clarify import EpisodeRecord
+from env.clarify import ClarifyEnv, EpisodeRecord
 from env.rubrics import reward
 from grpo import advantages as adv
 from grpo.batching import Packing, make_microbatches
@@ -25,6 +25,7 @@ from grpo.reference import Reference
 from grpo.rollout import rollout
 from grpo.schedule import learning_rate
 from scenarios.generator import training_scenario
+from scenarios.schema import Scenario
 
 
 @dataclass
@@ -66,11 +67,12 @@ class Trainer:
         chat: ChatTokens,
         reference: Reference | None,
         packing: Packing,
+        env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
     ):
         if (config.loss.beta > 0) != (reference is not None):
             raise ValueError(f"beta is {config.loss.beta} but reference is {reference}")
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
-        self.packing = packing
+        self.packing, self.env_factory = packing, env_factory
         self.optimizer = make_optimizer(policy, config)
         self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
@@ -150,6 +152,7 @@ class Trainer:
                 max_completion_len=config.rollout.max_completion_len,
                 step=step * rounds + extra,
                 reward_fn=self.reward,
+                env_factory=self.env_factory,
             )
             self.audit(groups, witness)
             for group in groups:
