@@ -15,6 +15,7 @@ import torch
 import eval as eval_script
 from env.clarify import StopReason
 from grpo import run
+from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
 from grpo.console import run_entry
 from grpo.model import load_policy, load_tokenizer
@@ -292,3 +293,10 @@ def test_a_tokenizer_alone_is_as_careful(broken):
     with pytest.raises(UsageError, match="tokenizer cannot be loaded") as error:
         load_tokenizer(str(folder))
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_template_that_never_ends_is_interrupted(monkeypatch):
+    monkeypatch.setattr("grpo.chat.RENDER_SECONDS", 0.2)
+    nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UsageError, match="no answer within 0.2 s"):
+        ChatTokens(toy.make_tokenizer(nested + toy.CHAT_TEMPLATE))
