@@ -40,8 +40,8 @@ TURNS = st.lists(st.lists(st.integers(0, 30), min_size=0, max_size=9), min_size=
 @QUICK
 @given(
     scripts=st.lists(TURNS, min_size=1, max_size=4), prompt=st.lists(st.integers(0, 30), min_size=1, max_size=20),
-    delta=st.lists(st.sampled_from([1, 2, EOS]), min_size=0, max_size=6), budget=st.integers(1, 60),
-    context=st.integers(1, 80), order=st.randoms(use_true_random=False),
+    delta=st.lists(st.sampled_from([1, 2, EOS]), min_size=0, max_size=6), budget=st.integers(1, 30),
+    context=st.integers(1, 50), order=st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_any_rollout_keeps_its_books(scripts, prompt, delta, budget, context, order):
     """Lengths, masks, limits and the prefix property, whatever is sampled, in whatever order turns end."""
