@@ -189,7 +189,7 @@ def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, mess
     assert out == "" and sorted(Path(".").iterdir()) == before
 
 
-@pytest.mark.parametrize("args", [["--modle", "tiny"], ["--rubric", "star"], ["--limit", "many"], ["--engine", "vllm"]])
+@pytest.mark.parametrize("args", [["--modle", "tiny"], ["--rubric", "star"], ["--limit", "many"], ["--engine", "jax"]])
 def test_flags_that_do_not_parse_are_one_line_and_code_2(run, args):
     code, out, err = run(*args)
     assert code == 2 and out == "" and args[0] in err and err.count("\n") == 1
