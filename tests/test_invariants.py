@@ -410,6 +410,15 @@ def test_a_sampler_that_differs_is_one_line_per_streak():
     assert said([row(1, **{"sampler_gap/mean": None})]) == {}
 
 
+def test_each_round_of_dynamic_sampling_has_its_own_witness(folder):
+    """The toy earns the same in every episode, so all rounds are played."""
+    rounds, each = [], make(folder, cls=trainer.Trainer, dynamic_sampling=2, max_completion_len=8)
+    audit_of = each.audit
+    each.audit = lambda groups, witness=None: (rounds.append(len(witness.turns)), audit_of(groups, witness))
+    each.sample_groups(0)
+    assert rounds == [8, 8, 8]
+
+
 @pytest.mark.parametrize("fault", ["temperature", "positions", "none"])
 def test_a_trainer_that_computes_another_distribution_than_its_sampler_is_an_alarm(folder, monkeypatch, fault):
     """Both faults leave every ratio at 1 and the loss finite: only the sampler's log-probs give them away."""
