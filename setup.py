@@ -38,6 +38,7 @@ setup(
     py_modules=["train", "eval"],
     cmdclass={"build_py": BuildWithKernel},
     package_data={
+        "env": ["*.json"],
         "grpo_kernels": ["*.so"],
         "grpo.tiny": ["*.json", "*.safetensors", "*.jinja"],
         "scenarios": ["*.json"],
