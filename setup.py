@@ -33,7 +33,7 @@ setup(
     description="GRPO from scratch in plain PyTorch, training an agent that asks before it acts",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["grpo", "grpo.engines", "grpo.tiny", "grpo_kernels", "env", "scenarios"],
+    packages=["grpo", "grpo.engines", "grpo.tiny", "grpo_kernels", "env", "env.server", "scenarios"],
     package_dir={"grpo_kernels": "kernels/grpo_kernels"},
     py_modules=["train", "eval"],
     cmdclass={"build_py": BuildWithKernel},
@@ -41,6 +41,7 @@ setup(
         "env": ["*.json"],
         "grpo_kernels": ["*.so"],
         "grpo.tiny": ["*.json", "*.safetensors", "*.jinja"],
+        "env.server": ["*.md"],
         "scenarios": ["*.json"],
     },
     install_requires=[
@@ -59,9 +60,12 @@ setup(
         "urllib3>=2.6",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6"],
+        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6", "peft>=0.17"],
+        # The environment as a server, and --env-url. Never beside openenv-core: both write the same folder.
+        "server": ["openenv==0.10.*"],
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
         "vllm": ["vllm==0.32.*"],
+        "lora": ["peft>=0.17"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
         # Only for the baselines of kernels/bench, which were written for these versions.

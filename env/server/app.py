@@ -41,6 +41,7 @@ def make_app(limits: ServerLimits | None = None, web: bool = True) -> FastAPI:
     # OpenEnv reads both from the process's environment, when the application is made.
     os.environ["ENABLE_WEB_INTERFACE"] = "true" if web else "false"
     os.environ.setdefault("ENV_README_PATH", str(README))
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     app = create_app(
         ClarifyEnvironment,
         ClarifyAction,
@@ -64,6 +65,13 @@ def make_app(limits: ServerLimits | None = None, web: bool = True) -> FastAPI:
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Limits, max_bytes=limits.max_message_bytes, idle_seconds=limits.idle_seconds)
     return app
+
+
+def __getattr__(name: str) -> FastAPI:
+    """`app`, for `uvicorn env.server.app:app`: made when it is asked for, as an import alone should start nothing."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return make_app()
 
 
 def serve(host: str, port: int, limits: ServerLimits, web: bool) -> None:
