@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on exactly where it stopped.
 
     checkpoints/step-000050/
-        model.safetensors        weights
+        model.safetensors        weights (LoRA: the adapters' only)
         optimizer.safetensors    AdamW's moments and step counts, `<parameter index>.<name>`
         state.json               run, settings, step, position in the data and the schedule, place in the log
         manifest.json            size and SHA-256 of the other files; written last
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 
 from grpo.config import UsageError
 from grpo.files import ASIDE, commit_folder, remove_folder, sha256
+from grpo.lora import adapter_weights
 
 FOLDER = "checkpoints"
 FORMAT = 1
@@ -85,7 +86,7 @@ def tidy(run_folder: Path, keep: int) -> None:
 
 def size(model: Any) -> int:
     """Bytes that a checkpoint takes, about: weights and two moments."""
-    return sum(3 * p.numel() * p.element_size() for p in model.parameters()) + (1 << 16)
+    return sum(3 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) + (1 << 16)
 
 
 def newest_whole(
@@ -149,7 +150,7 @@ def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None
     """
     try:
         state = _optimizer_state(checkpoint)
-        load_model(model, str(checkpoint / MODEL), device=str(next(model.parameters()).device))
+        _load_weights(checkpoint / MODEL, model)
         optimizer.load_state_dict(state)
     except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -183,12 +184,29 @@ def _write(folder: Path, progress: Progress, model: Any, optimizer: torch.optim.
         for index, values in state["state"].items()
         for name, tensor in values.items()
     }
-    save_model(model, str(folder / MODEL))
+    adapters = adapter_weights(model)
+    if adapters:
+        save_file({name: weight.detach().contiguous() for name, weight in adapters.items()}, str(folder / MODEL))
+    else:
+        save_model(model, str(folder / MODEL))
     save_file(tensors, str(folder / OPTIMIZER))
     document = {"format": FORMAT, **progress.__dict__, "param_groups": state["param_groups"]}
     (folder / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+
+
+def _load_weights(path: Path, model: Any) -> None:
+    device, adapters = str(next(model.parameters()).device), adapter_weights(model)
+    if not adapters:
+        load_model(model, str(path), device=device)
+        return
+    stored = load_file(str(path), device=device)
+    if stored.keys() != adapters.keys():
+        raise ValueError(f"{path.name} holds other tensors than this model's adapters")
+    with torch.no_grad():
+        for name, weight in adapters.items():
+            weight.copy_(stored[name])
 
 
 def _optimizer_state(checkpoint: Path) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank (alpha twice that) instead of all weights; the base inside is the reference."""
     impl: Literal["auto", "reference", "torch", "triton", "cuda"] = "auto"
     """Kernels of the LM head and the loss (kernels/README.md). auto: triton on a GPU, torch elsewhere."""
 
@@ -337,7 +339,8 @@ def validate(config: Config) -> None:
     require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
     for name in ("beta", "entropy_coef", "weight_decay", "no_plan_penalty", "learning_rate", "eval_temperature"):
         require(knobs[name] >= 0, name, "0 or more")
-    for name in ("dynamic_sampling", "max_context", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed"):
+    for name in ("dynamic_sampling", "max_context", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed",
+                 "lora_rank"):  # fmt: skip
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
                  "keep_checkpoints", "max_bad_steps"):  # fmt: skip

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from grpo import tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
+from grpo.lora import add_adapters
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
 
@@ -42,6 +43,11 @@ class Policy:
     def num_parameters(self) -> int:
         """Parameters, tied tensors once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        """Those that are trained: all, or the adapters."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
 
 def load_policy(config: ModelConfig) -> Policy:
@@ -81,6 +87,8 @@ def load_policy(config: ModelConfig) -> Policy:
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)
     _check_head(policy)
+    if config.lora_rank:
+        add_adapters(model, config.lora_rank)
     return policy
 
 
@@ -112,9 +120,13 @@ def one_line(error: BaseException) -> str:
 
 
 def fingerprint(policy: Policy) -> str:
-    """SHA-256 of a model's weights (shape, sum and sum of squares of each tensor), vocabulary and chat template."""
+    """SHA-256 of a model's weights (shape, sum and sum of squares of each tensor), vocabulary and chat template.
+
+    Adapters do not count, so that it is the base's."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(policy.model.state_dict().items()):
+    state = policy.model.state_dict().items()
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
+    for name, tensor in sorted(state.items()):
         values = tensor.double()
         digest.update(f"{name} {tuple(tensor.shape)} {values.sum():.12e} {values.square().sum():.12e}\n".encode())
     digest.update(repr(sorted(policy.tokenizer.get_vocab().items())).encode())

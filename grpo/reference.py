@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -11,7 +12,8 @@ from grpo.batching import Packing, make_microbatches
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import Episode, TokenBatch
 from grpo.head import score
-from grpo.model import enable_packing, hidden_states, load_policy
+from grpo.lora import adapters_off
+from grpo.model import Policy, enable_packing, hidden_states, load_policy
 from grpo.tree_attention import Segment, TreeLayout
 
 
@@ -19,17 +21,24 @@ class Reference:
     """Log-probs under the base that `--model` names.
 
     It is always loaded from there, also on resume: the checkpoint holds the moved policy, and a reference taken from
-    it would make the KL start again at 0.
+    it would make the KL start again at 0. Where the policy is that base with adapters, it is the policy with its
+    adapters off: no second copy of the weights.
 
     Being frozen, it computes little twice: keys and values of the prefix that all prompts share once per run, a group's
     prompt once per rollout batch, equal episodes of a rollout batch once.
     """
 
-    def __init__(self, config: ModelConfig, packing: Packing, max_context: int):
-        self.policy = load_policy(config)
-        self.policy.model.requires_grad_(False)
-        self.packing = packing
-        if packing.packed:
+    def __init__(self, config: ModelConfig, packing: Packing, max_context: int, policy: Policy | None = None):
+        """`policy` is needed, and used, with `config.lora_rank` only."""
+        self.packing, self.adapted = packing, config.lora_rank > 0
+        if self.adapted:
+            if policy is None:
+                raise ValueError("the reference of a policy with adapters is that policy; it was not given")
+            self.policy = policy
+        else:
+            self.policy = load_policy(config)
+            self.policy.model.requires_grad_(False)
+        if packing.packed and not self.adapted:
             reason = enable_packing(self.policy, max_context)
             if reason:
                 raise UsageError(f"--packing auto: the policy can be packed but its reference cannot: {reason}")
@@ -46,10 +55,11 @@ class Reference:
         for i in first.values():
             weights[i] = 1.0
         found: dict[int, torch.Tensor] = {}
-        for batch in make_microbatches(episodes, weights, max_tokens=max_tokens, packing=self.packing):
-            batch = self._without_prefix(batch).to(self.policy.device)
-            counts = [episodes[i].num_trained for i in batch.episodes]
-            found.update(zip(batch.episodes, score(self.policy, batch, temperature)[0].split(counts)))
+        with adapters_off(self.policy.model) if self.adapted else contextlib.nullcontext():
+            for batch in make_microbatches(episodes, weights, max_tokens=max_tokens, packing=self.packing):
+                batch = self._without_prefix(batch).to(self.policy.device)
+                counts = [episodes[i].num_trained for i in batch.episodes]
+                found.update(zip(batch.episodes, score(self.policy, batch, temperature)[0].split(counts)))
         empty = torch.empty(0, device=self.policy.device)
         return [found[first[e.prompt_ids, e.completion_ids, e.loss_mask]] if e.num_trained else empty for e in episodes]
 

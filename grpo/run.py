@@ -21,10 +21,12 @@ from grpo.data_types import Group
 from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.engines.vllm_memory import make_plan
+from grpo.engines.vllm_sync import named_weights
 from grpo.environment import environment, sessions_needed
 from grpo.files import ASIDE, commit_folder, sync
 from grpo.guard import Guard
 from grpo.head import describe
+from grpo.lora import adapter_weights, save_adapter
 from grpo.metrics import LogHistory, completion_paths, last_num_tokens, step_metrics, write_completions
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
@@ -211,7 +213,7 @@ def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Traine
     chat = make_chat(policy)
     engine = engine or make_engine(settings, policy, chat, held_out(None))
     packing = make_packing(settings, policy, chat, engine.max_context)
-    reference = Reference(settings.model, packing, engine.max_context) if settings.loss.beta > 0 else None
+    reference = Reference(settings.model, packing, engine.max_context, policy) if settings.loss.beta > 0 else None
     return Trainer(settings, policy, engine, chat, reference, packing, env_factory), kernels
 
 
@@ -333,10 +335,16 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
 
 
 def save_final(policy: Policy, folder: Path) -> None:
-    """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings."""
+    """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings.
+
+    Adapters are merged into it, and saved by themselves beside it, in `adapter`."""
     aside = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
-    policy.model.save_pretrained(aside)
+    if adapter_weights(policy.model):
+        policy.model.save_pretrained(aside, state_dict=dict(named_weights(policy.model)))
+        save_adapter(policy.model, aside / "adapter", policy.name)
+    else:
+        policy.model.save_pretrained(aside)
     policy.tokenizer.save_pretrained(aside)
     commit_folder(aside, folder)
 
@@ -356,9 +364,11 @@ def header(
     loss = settings.loss
     estimator = "k1" if loss.kl_in == "reward" else loss.kl_estimator
     anchor = f"beta {loss.beta:g}, {estimator} in the {loss.kl_in}, frozen {policy.name}"
+    rank = settings.model.lora_rank
+    lora = f", {policy.num_trained / 1e6:.2f}M of them trained (LoRA, rank {rank})" if rank else ""
     rows = {
         "recipe": settings.run.recipe,
-        "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters",
+        "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters" + lora,
         "device": f"{policy.device}, {torch.get_num_threads()} threads, {str(policy.dtype).removeprefix('torch.')}",
         "engine": engine,
         "loss": f"{loss.loss_type} by {kernels}",
