@@ -58,6 +58,7 @@ class ChatTokens:
             raise UsageError(f"tokenizer {self.name}: no chat template; use an instruction-tuned model")
         self._options = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
         self.vocab_size = vocab_size
+        self._num_ids = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self.eos_ids = _eos_ids(tokenizer, generation_config)
         if not self.eos_ids:
             raise UsageError(f"tokenizer {self.name}: no end-of-turn token (eos_token) in it or the generation config")
@@ -97,6 +98,9 @@ class ChatTokens:
         """
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
+        # An embedding often has more rows than the tokenizer has tokens. What such an id spells is nothing to a fast
+        # tokenizer and an error to others.
+        ids = [i for i in ids if i < self._num_ids]
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return printable(text)
 

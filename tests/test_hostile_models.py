@@ -295,6 +295,20 @@ def test_a_tokenizer_alone_is_as_careful(broken):
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_id_that_the_tokenizer_does_not_have_spells_nothing():
+    """Fast tokenizers leave it out, slow ones raise; the toy one is fast, so it is made to."""
+    tokenizer = toy.make_tokenizer()
+    chat = ChatTokens(tokenizer)
+    decode, last = tokenizer.decode, len(tokenizer) - 1
+
+    def slow(ids, **options):
+        return decode([i if i <= last else [][i] for i in ids], **options)
+
+    tokenizer.decode = slow
+    hello = tokenizer.encode("hello")
+    assert chat.decode_turn([*hello, last + 1, last + 50, *hello, tokenizer.eos_token_id]) == "hellohello"
+
+
 def test_a_template_that_never_ends_is_interrupted(monkeypatch):
     monkeypatch.setattr("grpo.chat.RENDER_SECONDS", 0.2)
     nested = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
