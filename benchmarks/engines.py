@@ -114,6 +114,7 @@ def summary(side: Side) -> dict[str, Any]:
     return {
         "seconds": median([step["seconds"] for step in steps]),
         "sync_seconds": median([step["sync_seconds"] for step in steps]),
+        "busy_cpus": median([step["cpu_seconds"] / step["seconds"] for step in steps]),
         "tokens_per_second": median([step["sampled_tokens"] / step["seconds"] for step in steps]),
         "episodes_per_second": median([step["episodes"] / step["seconds"] for step in steps]),
         "sampled_tokens": median([step["sampled_tokens"] for step in steps]),
@@ -168,11 +169,11 @@ def show(document: dict[str, Any]) -> None:
               f"{length}{case['completion']} tokens; same prompts: {each['same_prompts']}")  # fmt: skip
         for name, side in each["engines"].items():
             rows.append([each["name"], name, side["tokens_per_second"], side["episodes_per_second"], side["seconds"],
-                         side["sync_seconds"], side["sampled_tokens"], side["turns"],
+                         side["sync_seconds"], side["busy_cpus"], side["sampled_tokens"], side["turns"],
                          side["peak_bytes"] and side["peak_bytes"] / 1e6, side["counted_rounds"]])  # fmt: skip
     print()
-    header = ["case", "engine", "sampled tokens/s", "episodes/s", "rollout s", "sync s", "sampled tokens", "turns",
-              "peak MB", "rounds counted"]  # fmt: skip
+    header = ["case", "engine", "sampled tokens/s", "episodes/s", "rollout s", "sync s", "busy CPUs", "sampled tokens",
+              "turns", "peak MB", "rounds counted"]  # fmt: skip
     print(markdown(header, rows))
     print()
     for each in document["cases"]:

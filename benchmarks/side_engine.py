@@ -58,7 +58,7 @@ def main() -> None:
         engine.weights_changed()  # as after an optimiser step
         began = time.perf_counter()
         engine.wake()
-        awake = time.perf_counter()
+        awake, cpu = time.perf_counter(), time.process_time()
         groups = rollout(
             engine,
             chat,
@@ -68,9 +68,9 @@ def main() -> None:
             step=number,
             reward_fn=lambda record: forced_rewards(1)[0],
         )
-        seconds = time.perf_counter() - awake
+        seconds, cpu_seconds = time.perf_counter() - awake, time.process_time() - cpu
         step = report(StepResult(groups, [], {}, {"rollout": seconds}), seconds, policy.device)
-        channel.send(step | {"sync_seconds": awake - began, "episodes": case.episodes})
+        channel.send(step | {"sync_seconds": awake - began, "cpu_seconds": cpu_seconds, "episodes": case.episodes})
 
 
 if __name__ == "__main__":

@@ -57,7 +57,15 @@ def test_the_torch_side_plays_batches_of_a_forced_length(tmp_path):
 
 def made_up(seconds, tokens=100, sync=0.0):
     steps = [
-        {"seconds": each, "sync_seconds": sync, "sampled_tokens": tokens, "episodes": 4, "turns": 1, "prompts_crc": 5}
+        {
+            "seconds": each,
+            "sync_seconds": sync,
+            "cpu_seconds": 1.0,
+            "sampled_tokens": tokens,
+            "episodes": 4,
+            "turns": 1,
+            "prompts_crc": 5,
+        }
         for each in seconds
     ]
     return {"steps": steps}
