@@ -94,6 +94,7 @@ def random_call(rng: random.Random, scenario: Scenario) -> str:
     plan = rng.choice((plan, plan, dict(scenario.hidden_profile), random_value(rng)))
     arguments = {"ask_question": {"question": question}, "propose_plan": {"plan": plan}}.get(name, {"x": plan})
     text = json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
+    text = text.replace("Infinity", rng.choice(("Infinity", "1e999")))
     return rng.choice((
         format_call(name, arguments), f"{name}({text})", f"{name}(plan={json.dumps(plan)})", f"ASK: {text}",
         f"PROPOSE: {text}", f"TOOL: {name}\nARGS: {text}", f"{name}({question!r})", f"propose_plan({plan!r})",
@@ -163,6 +164,7 @@ def check_record(record, turns) -> None:
     replies = [reply for _, reply in turns if reply is not None]
     assert all(len(reply) < 1000 for reply in replies)
     # The environment's own words and all that it keeps can be written down; the model's text comes decoded from ids.
+    json.dumps(record.plan, allow_nan=False)
     dumps({"plan": record.plan, "questions": [vars(q) for q in record.questions], "replies": replies}).encode()
 
 

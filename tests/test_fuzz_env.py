@@ -37,7 +37,7 @@ MORE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 ANY_TEXT = st.text(st.characters())  # lone surrogates and NUL included
 CLEAN_TEXT = ANY_TEXT.filter(lambda text: printable(text) == text)
-JSON_LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ANY_TEXT)
+JSON_LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.just(-(10**400)), st.floats(), ANY_TEXT)
 JSON_VALUES = st.recursive(
     JSON_LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(ANY_TEXT, inner, max_size=4), max_leaves=8
 )
@@ -65,6 +65,8 @@ def assert_well_formed(call: ToolCall | InvalidTurn) -> None:
 
 @MORE
 @given(st.one_of(OUTPUTS, ANY_TEXT), st.booleans())
+@example(format_call("a\nb\ud800" + "x" * 1000, {}), False)
+@example('propose_plan({"a": 1e999})', False)
 def test_any_text_gives_one_well_formed_call_or_a_reason(text, truncated):
     call = parse_turn(text, truncated)
     assert_well_formed(call)
