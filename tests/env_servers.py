@@ -1,0 +1,89 @@
+"""Servers of the environment for tests: as `python -m env.server` in a process, or in a thread with small limits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import urllib3
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 120  # to start, on a machine that is busy
+HTTP = urllib3.PoolManager(retries=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`python -m env.server ARGS` on a free port; `url`, and what it wrote to `log`."""
+
+    def __init__(self, log: Path, *args: str, port: int | None = None):
+        self.log, self.port = log, port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._file = log.open("wb")
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "env.server", "--port", str(self.port), *args],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def wait(self) -> Server:
+        wait_until_healthy(self.url, lambda: self._process.poll() is None, self.log.read_text)
+        return self
+
+    def stop(self) -> int:
+        self._process.terminate()
+        try:
+            return self._process.wait(20)
+        finally:
+            self._process.kill()
+            self._file.close()
+
+
+@contextlib.contextmanager
+def in_thread(limits, web=False):
+    """A server in this process. Its address."""
+    import uvicorn
+
+    from env.server.app import make_app
+
+    port = free_port()
+    config = uvicorn.Config(
+        make_app(limits, web), port=port, ws_max_size=limits.max_message_bytes, log_level="error",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    wait_until_healthy(url, thread.is_alive, lambda: "the server's thread has ended")
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_until_healthy(url, alive, what):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if not alive():
+            raise RuntimeError(what())
+        with contextlib.suppress(urllib3.exceptions.HTTPError):
+            if HTTP.request("GET", f"{url}/health").status == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(what())
