@@ -23,7 +23,8 @@ def environment(url: str | None, sessions: int = 1) -> Callable[[Scenario], Clar
     try:
         from env.server.remote import RemoteEnvs
     except ModuleNotFoundError as error:
-        raise UsageError(f"--env-url: the package {error.name} is missing: {INSTALL}") from None
+        package = (error.name or "openenv").split(".")[0]
+        raise UsageError(f"--env-url: the package {package} is missing: {INSTALL}") from None
     try:
         return RemoteEnvs(url).check(sessions)
     except ValueError as error:
