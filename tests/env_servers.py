@@ -54,13 +54,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def in_thread(limits, web=False):
+def in_thread(limits, web=False, port=None):
     """A server in this process. Its address."""
     import uvicorn
 
     from env.server.app import make_app
 
-    port = free_port()
+    port = port or free_port()
     config = uvicorn.Config(
         make_app(limits, web), port=port, ws_max_size=limits.max_message_bytes, log_level="error",
         timeout_graceful_shutdown=1,
