@@ -95,7 +95,7 @@ def row_passes() -> Figure:
     kinds = [
         ("Triton: two walks", ["read", "read", "write"], ["statistics", "gradient"], "a block of 4096 at a time"),
         ("CUDA C++: row-resident", ["read", "write"], ["statistics,\nthen gradient"], "registers + shared memory"),
-        ("PyTorch on a CPU", ["read", "write"], ["max, shift, exp,\nsums, gradient"], "a few rows in cache"),
+        ("PyTorch rows, on a CPU", ["read", "write"], ["max, shift, exp,\nsums, gradient"], "a few rows in cache"),
     ]
     for axes, (title, crossings, work, where) in zip(panels, kinds):
         axes.axis("off")
