@@ -17,24 +17,23 @@ from grpo import checkpoint, compare, config, console, evaluate, plots, resume, 
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
-from grpo.data_types import Group
 from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.engines.vllm_memory import make_plan
 from grpo.engines.vllm_sync import named_weights
 from grpo.environment import environment, sessions_needed
-from grpo.files import ASIDE, commit_folder, sync
+from grpo.files import ASIDE, commit_folder
 from grpo.guard import Guard
 from grpo.head import describe
 from grpo.lora import adapter_weights, save_adapter
-from grpo.metrics import LogHistory, completion_paths, last_num_tokens, step_metrics, write_completions
+from grpo.metrics import LogHistory, last_num_tokens, step_metrics
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
 from grpo.rehearsal import rehearse
-from grpo.rollout_record import Recorder
 from grpo.sampling import SamplingConfig
+from grpo.saver import Saver
 from grpo.signals import Signals
-from grpo.trainer import StepResult, Trainer, position
+from grpo.trainer import Trainer
 from scenarios.generator import held_out
 from scenarios.schema import Scenario
 
@@ -148,60 +147,6 @@ def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signa
         print(f"\nto continue: python train.py --resume {folder}")
         raise SystemExit(signals.exit_code)
     return history
-
-
-class Saver:
-    """What a run writes between its steps, in an order that a kill at any moment leaves whole: rollouts before they are
-    used, the log's line after the update, and what a checkpoint covers before the checkpoint."""
-
-    def __init__(self, folder: Path, settings: Config, trainer: Trainer, history: LogHistory, done: int):
-        document = run_folder.stored(folder)
-        self.folder, self.settings, self.trainer, self.history = folder, settings, trainer, history
-        self.run_id, self.config = document["run_id"], document["config"]
-        self.recorder = Recorder(folder, run_id=self.run_id, config=self.config, base_sha256=document["base_sha256"])
-        self.saved = done
-        self.warned = False
-
-    def record(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep a step's rollouts before anything is done with them. Raises RunStopped on a full disk."""
-        with run_folder.writing(self.folder, step):
-            self.recorder.save(step, groups)
-
-    def log(self, row: dict[str, Any], result: StepResult) -> None:
-        """Write a finished step's line and episodes. Raises OSError."""
-        write_completions(self.folder / "completions", row["step"], result.groups, result.advantages)
-        self.history.append(row)
-        free, needed = shutil.disk_usage(self.folder).free, checkpoint.size(self.trainer.policy.model)
-        if free < needed and not self.warned:
-            sizes = f"{run_folder.megabytes(free)} free, the next checkpoint needs {run_folder.megabytes(needed)}"
-            resume.say(f"warning: the disk of {self.folder} is nearly full: {sizes}")
-        self.warned = free < needed
-
-    def due(self, step: int) -> bool:
-        """Is a checkpoint due after this step?"""
-        return bool(self.settings.run.save_every) and step % self.settings.run.save_every == 0
-
-    def checkpoint(self, step: int) -> None:
-        """Save the state after `step`. Raises OSError."""
-        keep = self.settings.run.keep_checkpoints
-        progress = checkpoint.Progress(
-            self.run_id, self.config, step, position(self.settings, step), self.history.position
-        )
-        sync(self.history.path)
-        for covered in range(self.saved + 1, step + 1):
-            for path in completion_paths(self.folder / "completions", covered):
-                sync(path)
-        checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
-        self.tidy()
-        self.saved = step
-
-    def tidy(self) -> None:
-        """Drop what no kept checkpoint needs. A run may have been killed before it did, so a resumed one begins so."""
-        keep = self.settings.run.keep_checkpoints
-        checkpoint.tidy(self.folder, keep)
-        # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
-        kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
-        self.recorder.prune(kept[0])
 
 
 def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:
