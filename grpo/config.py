@@ -114,8 +114,6 @@ class OptimConfig:
     """Decay after the warm-up, to 0 at num_steps."""
     warmup_steps: int = 10
     """Linear warm-up from 0."""
-    weight_decay: float = 0.0
-    """AdamW weight decay on matrices."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm."""
     num_iterations: int = 1
@@ -154,6 +152,8 @@ class RunConfig:
     """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
+    report_to: tuple[Literal["none", "wandb", "trackio", "tensorboard"], ...] = ("none",)
+    """Trackers that get a copy of the log, one or several; Weights & Biases stays offline where there is no key."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +336,11 @@ def validate(config: Config) -> None:
                 require(math.isfinite(number), name, "finite")
     require(min(config.loss.sapo_tau) > 0, "sapo_tau", "two numbers above 0")
     require(config.run.seed < 2**63, "seed", "below 2^63")
+    chosen = config.run.report_to
+    if not chosen or len(set(chosen)) < len(chosen) or ("none" in chosen and len(chosen) > 1):
+        raise UsageError(f"--report-to {' '.join(chosen)}: must be none, or each tracker once")
     require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
-    for name in ("beta", "entropy_coef", "weight_decay", "no_plan_penalty", "learning_rate", "eval_temperature"):
+    for name in ("beta", "entropy_coef", "no_plan_penalty", "learning_rate", "eval_temperature"):
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("dynamic_sampling", "max_context", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed",
                  "lora_rank"):  # fmt: skip
@@ -378,8 +381,8 @@ def flag_value(args: list[str], name: str) -> str | None:
 def refuse_changes(stored: Config, given: Config) -> None:
     """A resumed run keeps its settings. Raises UsageError naming the first knob that differs."""
     for name, value in stored.flat().items():
-        # A server may have moved; what it plays is the same.
-        if name not in ("resume", "env_url") and given.flat()[name] != value:
+        # A server may have moved; what it plays is the same. Trackers only watch.
+        if name not in ("resume", "env_url", "report_to") and given.flat()[name] != value:
             flag = name.replace("_", "-")
             raise UsageError(
                 f"--{flag} {given.flat()[name]}: the run was started with {value}; a resumed run keeps its settings"

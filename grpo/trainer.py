@@ -284,13 +284,11 @@ def position(config: Config, step: int) -> dict[str, object]:
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW, fused; weight decay on matrices only, as usual."""
+    """AdamW, fused. No weight decay: it pulls towards zero, away from the base, whose anchor is `beta`."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.optim.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.optim.learning_rate, betas=(0.9, 0.999), fused=True)
+    return torch.optim.AdamW(
+        parameters, lr=config.optim.learning_rate, betas=(0.9, 0.999), weight_decay=0.0, fused=True
+    )
 
 
 # The loss's metrics (see `grpo_loss`) -> their names in the log.

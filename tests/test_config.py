@@ -129,6 +129,10 @@ def test_a_truncated_distribution_is_a_caution():
         (["--loss-type=sapo", "--epsilon=0.1"], "--epsilon 0.1"),
         (["--loss-type", "sapo", "--epsilon_high", "0.3"], "--epsilon-high 0.3"),
         (["--max-bad-steps", "0"], "--max-bad-steps 0"),
+        (["--report-to", "mlflow"], "--report-to"),
+        (["--report-to"], "--report-to"),
+        (["--report-to", "none", "wandb"], "--report-to none wandb"),
+        (["--report-to", "wandb", "wandb"], "--report-to wandb wandb"),
     ],
 )
 def test_a_flag_that_does_not_parse_is_one_line_too(args, names):
@@ -140,6 +144,10 @@ def test_a_flag_that_does_not_parse_is_one_line_too(args, names):
 def test_of_a_repeated_flag_the_last_one_counts():
     config = parse(["--recipe", "tiny", "--recipe", "clarify-run1"], {})
     assert (config.run.recipe, config.loss.beta) == ("clarify-run1", 0.0)
+
+
+def test_several_trackers_can_be_named():
+    assert parse(["--report-to", "wandb", "tensorboard"], {}).run.report_to == ("wandb", "tensorboard")
 
 
 def test_the_size_of_the_held_out_file():
