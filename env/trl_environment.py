@@ -101,7 +101,7 @@ def make_trainer(options: argparse.Namespace, folder: str) -> Any:
     from trl.chat_template_utils import add_response_schema
 
     model = str(TINY) if options.model == "tiny" else options.model
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     try:
         tokenizer = add_response_schema(tokenizer)
     except ValueError:  # a chat template that TRL does not know

@@ -22,6 +22,7 @@ from env.families import FAMILIES
 from env.literals import printable, read_whole
 from env.policies import ScriptedPolicy, play
 from env.rubrics import RUBRICS, reward, same_value, score
+from env.time_limit import time_limit
 from env.tools import TOOL_NAMES, InvalidTurn, ToolCall, format_call, parse_turn
 from env.user_simulator import answer
 from scenarios.generator import generate
@@ -258,7 +259,7 @@ def test_the_fuzzer_notices_a_fault(monkeypatch):
 GROWING = (
     "ask_question(", 'ask_question("', "<tool_call>{", "<think>", "</think>", "<think></think>", "a_b ", "A a ", " ",
     "\n ", "\\", "'\\", "{", '{"a":', "[1,", "ASK: ", "TOOL: a\n", "=", "1 ", "about ", "\u00df", "\u0130", "'s ",
-    "- _", "\ud800",
+    "- _", "\ud800", "a", "9", "'",
 )  # fmt: skip
 SMALL, FACTOR = 25_000, 8
 
@@ -279,7 +280,8 @@ def growth(function, piece: str, small: int = SMALL) -> float:
         times = []
         for _ in range(3):
             started = time.thread_time()
-            function(piece * (length // len(piece)))
+            with time_limit(30):
+                function(piece * (length // len(piece)) + "!")  # something that does not match, after all that did
             times.append(time.thread_time() - started)
         return min(times)
 
