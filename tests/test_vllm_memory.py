@@ -21,7 +21,8 @@ RUN4 = dict(max_context=1462, min_context=631, episodes=8, update_tokens=2 * 630
 
 
 def plan(card, model, **options):
-    return gpu_plan(card * GIB, QWEN3[model], torch.bfloat16, **RUN4 | options)
+    size = QWEN3[model]
+    return gpu_plan(card * GIB, size, torch.bfloat16, **RUN4 | {"trained": size.parameters} | options)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +59,16 @@ def test_what_cannot_fit_is_one_line_with_the_sizes(card, model):
 
 
 def test_an_evaluation_needs_no_room_for_training():
-    chosen = plan(24, "1.7B", reference=False, training=False)
+    chosen = plan(24, "1.7B", reference=False, trained=0)
     assert chosen.sleep_level == 0
     with pytest.raises(UsageError):
         plan(24, "1.7B", reference=False)
+
+
+def test_adapters_need_little_and_no_second_base():
+    with pytest.raises(UsageError):
+        plan(24, "1.7B")
+    assert plan(24, "1.7B", trained=20_000_000, reference=False, checkpointing=True).sleep_level == 0
 
 
 def test_without_a_reference_more_fits():

@@ -1,8 +1,9 @@
 """How much of a card vLLM gets beside the trainer: pure arithmetic on bytes, before anything is allocated.
 
-N parameters cost the trainer 16 N bytes: float32 weights, gradients and two moments of AdamW. The reference costs 4 N
-more. What an update needs on top is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of
-the weights in its own type and a KV cache.
+N parameters cost the trainer 4 N bytes in float32, and 12 bytes more for each one that is trained: its gradient and two
+moments of AdamW. The reference costs 4 N more, unless it is the base under LoRA adapters. What an update needs on top is
+estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in its own type and a KV
+cache.
 
     rollout   trainer's weights, gradients, moments | reference | vLLM: weights, KV cache, working memory
     update    the same                              | reference | activations of the largest microbatch
@@ -95,6 +96,7 @@ def make_plan(
     if policy.device.type == "cpu":
         return cpu_plan(size, policy.dtype, max_context, episodes)
     unique = rollout.prompts_per_step * longest_prompt + episodes * rollout.max_completion_len
+    adapters = settings.model.lora_rank > 0
     return gpu_plan(
         torch.cuda.get_device_properties(policy.device).total_memory,
         size,
@@ -103,9 +105,9 @@ def make_plan(
         min_context=longest_prompt + 1,
         episodes=episodes,
         update_tokens=min(unique, settings.optim.microbatch_tokens),
-        reference=settings.loss.beta > 0,
+        trained=policy.num_trained if training else 0,
+        reference=settings.loss.beta > 0 and not adapters,
         checkpointing=settings.model.gradient_checkpointing,
-        training=training,
         gpu_memory=rollout.gpu_memory,
     )
 
@@ -125,9 +127,9 @@ def gpu_plan(
     min_context: int,
     episodes: int,
     update_tokens: int,
+    trained: int,
     reference: bool,
     checkpointing: bool = False,
-    training: bool = True,
     gpu_memory: float = 0.0,
 ) -> MemoryPlan:
     """vLLM's share of a card, its sleep level, and the context it can have.
@@ -138,15 +140,15 @@ def gpu_plan(
         min_context: the least context that makes sense (the longest first prompt and a token).
         episodes: that run at once.
         update_tokens: of the largest microbatch.
+        trained: parameters that are trained; 0 where none is, so that there are no updates.
         reference: is a second, frozen model on the card?
-        training: without it there are weights alone, no gradients, moments or updates.
         gpu_memory: vLLM's share where the user has chosen it, else 0.
 
     Raises:
         UsageError: trainer and sampler cannot fit, whatever the split.
     """
-    trainer = ((16 if training else 4) + (4 if reference else 0)) * size.parameters
-    update = update_tokens * size.activation_bytes_per_token(checkpointing) if training else 0
+    trainer = (8 if reference else 4) * size.parameters + 12 * trained
+    update = update_tokens * size.activation_bytes_per_token(checkpointing) if trained else 0
     usable = USABLE * card_bytes
     token = size.kv_bytes_per_token(dtype)
     fixed = size.parameters * dtype.itemsize + WORKING_BYTES

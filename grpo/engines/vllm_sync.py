@@ -33,7 +33,7 @@ def named_weights(model: torch.nn.Module, tied_twice: bool = False) -> Iterator[
         weight, (layer_name, base, _) = parameter.detach(), name.rpartition(".base_layer.weight")
         if base:
             layer = model.get_submodule(layer_name)
-            for adapter in () if layer.merged else layer.active_adapters:
+            for adapter in () if layer.merged or layer.disable_adapters else layer.active_adapters:
                 weight = weight + layer.get_delta_weight(adapter).detach()
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), weight
 

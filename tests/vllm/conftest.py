@@ -59,7 +59,7 @@ def engine(shared):
     """The shared engine on the bundled weights, with its own seed and limits."""
     policy, _, engine = shared
     weights = copy.deepcopy(policy.model.state_dict())
-    attributes = {name: getattr(engine, name) for name in ("seed", "max_context", "plan", "eos_ids")}
+    attributes = {name: getattr(engine, name) for name in ("seed", "max_context", "plan", "eos_ids", "policy")}
     engine.start(0)
     yield engine
     policy.model.load_state_dict(weights)

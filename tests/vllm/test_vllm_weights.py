@@ -264,6 +264,24 @@ def test_a_trainer_that_says_nothing_of_its_updates_shows_in_the_gap(engine, pol
     assert gaps[0] < 1e-3 < 1e-2 < gaps[1]
 
 
+def test_adapters_reach_vllm_merged(engine, settings):
+    pytest.importorskip("peft", reason="peft is not installed")
+    base = canary_logprobs(engine.policy, PROMPT)
+    adapted = run.load_policy(settings.with_values({"lora_rank": 4}).model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.model.named_parameters():
+            if ".lora_B." in name:  # zero at the start, when adapters add nothing
+                parameter.normal_(std=0.05)
+    engine.policy = adapted
+    engine.weights_changed()
+    engine.start(0, GREEDY)  # the canary compares with the adapted policy
+    output = one_turn(engine)
+    expected = canary_logprobs(adapted, PROMPT + output.token_ids)
+    assert output.logprobs[0] == pytest.approx(expected[-1], abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(base, expected)) > 0.1
+
+
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory):
     """A second vLLM, on a random model with a head of its own, whose weights are sent in bfloat16. It lives as long as
