@@ -276,6 +276,37 @@ def test_too_early_too_late_and_nonsense_are_errors_and_the_session_goes_on(serv
         assert answer.status == status and b"Traceback" not in answer.data
 
 
+HOSTILE = [
+    "[]", "3", "null", '"x"', "", "[" * 50_000, '{"a":' * 50_000, b"\x00\xff", '{"type": 3}', '{"type": ["reset"]}',
+    '{"type": "reset", "data": []}', '{"type": "reset", "data": {"seed": 1e400}}',
+    '{"type": "reset", "data": {"seed": 1.5}}',
+    '{"type": "reset", "data": {"seed": true}}', '{"type": "reset", "data": {"seed": NaN}}',
+    '{"type": "reset", "data": {"self": 1, "seed": 1}}', '{"type": "reset", "data": {"split": ["train"], "index": 1}}',
+    '{"type": "reset", "data": {"split": "train", "index": true}}',
+    '{"type": "reset", "data": {"seed": %s}}' % ("9" * 5000),
+    '{"type": "reset", "data": {"scenario": {"family": "\\u0000", "request": "\\ud800"}}}',
+    '{"type": "step", "data": {"text": 3}}', '{"type": "step", "data": {"text": "\\ud800"}}',
+    '{"type": "step", "data": 3}',
+    '{"type": "step", "data": {"type": "call_tool", "tool_name": "x", "arguments": []}}', '{"type": "mcp", "data": {}}',
+    '{"type": "mcp", "data": {"jsonrpc": "2.0", "method": "tools/call", "params": {"name": "fly"}}}',
+    '{"type": "mcp", "data": {"jsonrpc": "2.0", "method": "tools/call", "params": {"name": "ask_question"}}}',
+]  # fmt: skip
+
+
+def test_hostile_messages_cost_their_session_at_most(server):
+    address = server.url.replace("http", "ws") + "/ws"
+    with connect(address, proxy=None) as bystander:
+        ask(bystander, "reset", {"seed": 1})
+        for message in HOSTILE:
+            with connect(address, proxy=None) as connection:
+                connection.send(message)
+                with contextlib.suppress(ConnectionClosed):
+                    answer = connection.recv(timeout=20)
+                    assert "error" in answer and "Traceback" not in answer and 'File "' not in answer, (message, answer)
+                    assert "observation" not in json.loads(answer)["data"], message
+        assert ask(bystander, "step", {"text": "?"})[1]["data"]["observation"]["turns_left"] == 9
+
+
 def test_tools_over_mcp_are_turns_of_the_session(server):
     def rpc(method, **params):
         request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
