@@ -2,8 +2,8 @@
 
 N parameters cost the trainer 4 N bytes in float32, and 12 bytes more for each one that is trained: its gradient and two
 moments of AdamW. The reference costs 4 N more, unless it is the base under LoRA adapters. What an update needs on top
-is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in its own type and a KV
-cache.
+is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in its own type and a
+KV cache.
 
     rollout   trainer's weights, gradients, moments | reference | vLLM: weights, KV cache, working memory
     update    the same                              | reference | activations of the largest microbatch
