@@ -33,6 +33,7 @@ from grpo.rehearsal import rehearse
 from grpo.sampling import SamplingConfig
 from grpo.saver import Saver
 from grpo.signals import Signals
+from grpo.trackers import Trackers, require_installed, tracking
 from grpo.trainer import Trainer
 from scenarios.generator import held_out
 from scenarios.schema import Scenario
@@ -57,10 +58,12 @@ def start(args: list[str]) -> None:
             stored = run_folder.stored_config(folder)
             settings = config.parse(args, defaults=stored)
             config.refuse_changes(stored, settings)
+            require_installed(settings.run.report_to)
             stack.enter_context(run_folder.locked(folder, "--resume"))
             restart = resume.find_restart(folder, settings)
         else:
             settings = config.parse(args)
+            require_installed(settings.run.report_to)
             folder = run_folder.choose(settings)
             restart = None
         train(settings, folder, restart)
@@ -87,25 +90,31 @@ def train(settings: Config, folder: Path, resumed: resume.Restart | None = None)
             resume.say(f"warning: {line}")
         for line in run_folder.changed_machine(folder, machine):
             resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
+        trackers = stack.enter_context(tracking(settings, folder, restart.done))
 
         if policy.device.type == "cuda":
             resume.say(f"worst-case step: {rehearse(trainer, held_out(None))}")
         # Before the checkpoint is loaded: until then the policy is the base.
         before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
+        trackers.evaluation("before", before)
+        trackers.catch_up()
         restart.apply(folder, trainer)
-        history = run_steps(settings, trainer, folder, restart.done, signals)
+        history = run_steps(settings, trainer, folder, restart.done, signals, trackers)
 
         total = settings.optim.num_steps
         with run_folder.writing(folder, total):
             save_final(policy, folder / "final")
         after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), restart.done < total)
+        trackers.evaluation("after", after)
         comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
         with run_folder.writing(folder, total):
             plots.plot_run(folder / "plots", history.rows, comparison)
         console.print_outcome(comparison, artefacts(folder))
 
 
-def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals) -> LogHistory:
+def run_steps(
+    settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals, trackers: Trackers
+) -> LogHistory:
     """The steps from number `done`, each recorded, logged, and every `save_every`th one saved.
 
     Raises:
@@ -134,6 +143,7 @@ def run_steps(settings: Config, trainer: Trainer, folder: Path, done: int, signa
             )
             with run_folder.writing(folder, step):
                 saver.log(row, result)
+                trackers.step(history.rows[-1])
                 progress.update(row)  # standard output may be a file on the same disk
                 stopped = guard.after(history.rows, result.groups)
                 interrupted = signals.received is not None
@@ -326,6 +336,8 @@ def header(
         "steps": f"{optim.num_steps}" + (f", {done} done" if done else ""),
         "folder": str(folder),
     }
+    if "none" not in settings.run.report_to:
+        rows["trackers"] = ", ".join(settings.run.report_to)
     if rollout.env_url:
         rows["environment"] = rollout.env_url
     return rows
@@ -339,6 +351,7 @@ def artefacts(folder: Path) -> dict[str, str]:
         "log": "log_history.json",
         "episodes": "completions",
         "plots": "plots",
+        "trackers": "wandb, tensorboard",
         "to continue": "checkpoints",
     }
     names = {label: [name for name in text.split(", ") if (folder / name).exists()] for label, text in entries.items()}
