@@ -69,14 +69,25 @@ def without_openenv(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- the same numbers
 
 
+@pytest.fixture
+def played(monkeypatch):
+    """The scenarios that were given to a server: equal numbers alone would not show that one was asked."""
+    from env.server.remote import RemoteEnv
+
+    seen, reset = [], RemoteEnv.reset
+    monkeypatch.setattr(RemoteEnv, "reset", lambda self: seen.append(self.scenario) or reset(self))
+    return seen
+
+
 @needs_openenv
-def test_evaluations_on_a_server_are_those_in_process(url, evaluate, tmp_path):
+def test_evaluations_on_a_server_are_those_in_process(url, evaluate, played, tmp_path):
     for model in ("ask-all", "random", "tiny"):
         here, there = tmp_path / f"{model}.here.json", tmp_path / f"{model}.there.json"
         assert evaluate("--model", model, "--limit", 15, "--output", here)[0] == 0
         code, err = evaluate("--model", model, "--limit", 15, "--output", there, "--env-url", url)
         assert code == 0, err
         assert json.loads(here.read_text()) == json.loads(there.read_text())
+    assert len(played) == 3 * 15
 
 
 @needs_openenv
@@ -93,12 +104,13 @@ def test_foreign_scenarios_are_played_on_a_server_too(url, evaluate, tmp_path):
 
 
 @needs_openenv
-def test_a_run_on_a_server_is_the_run_in_process(url, tmp_path):
+def test_a_run_on_a_server_is_the_run_in_process(url, played, tmp_path):
     changes = dict(model="tiny", num_steps=2, max_completion_len=96, eval_limit=5, num_iterations=1, save_every=1)
     for name, extra in (("here", {}), ("there", {"env_url": url})):
         assert train_py(arguments("tiny", tmp_path / name, **changes, **extra)) == 0
     here, there = (json.loads((tmp_path / name / "log_history.json").read_text()) for name in ("here", "there"))
     assert without_times(here) == without_times(there)
+    assert len(played) == 2 * 2 * 3 + 2 * 2 * 5  # steps of 2 x 3 episodes; two evaluations, sampled and greedy
     assert all(row["stop/env_error"] == 0 for row in there) and here[-1]["reward_std"] > 0
     assert (tmp_path / "there/config.json").read_text().count(url) == 1
 
