@@ -54,7 +54,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def in_thread(limits, web=False, port=None):
+def in_thread(limits, web=False, port=None, **options):
     """A server in this process. Its address."""
     import uvicorn
 
@@ -63,7 +63,7 @@ def in_thread(limits, web=False, port=None):
     port = port or free_port()
     config = uvicorn.Config(
         make_app(limits, web), port=port, ws_max_size=limits.max_message_bytes, log_level="error",
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=1, **options,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

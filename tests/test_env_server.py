@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import time
 
 import pytest
 
@@ -470,6 +471,16 @@ def test_limits_on_sessions_messages_bodies_and_silence():
             assert answer.status == 413 and b"5000 bytes" in answer.data
         with pytest.raises(ValueError, match="takes on 2 sessions, 3 are needed"):
             RemoteEnvs(url).check(3)
+
+
+def test_pings_are_answered_while_a_model_computes():
+    with in_thread(ServerLimits(), ws_ping_interval=0.1, ws_ping_timeout=0.4) as url:
+        env = RemoteEnvs(url)(FOREIGN)
+        env.reset()
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:  # nothing here waits, so the sessions' thread must take its turn
+            sum(range(1000))
+        assert env.step("?").reply == "Invalid turn: no tool call."
 
 
 def test_a_session_of_its_own_for_each_episode_and_used_again(server):

@@ -71,7 +71,7 @@ def __getattr__(name: str) -> FastAPI:
     """`app`, for `uvicorn env.server.app:app`: made when it is asked for, as an import alone should start nothing."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return make_app()
+    return make_app(web=os.environ.get("ENABLE_WEB_INTERFACE", "true").lower() in ("true", "1", "yes"))
 
 
 def serve(host: str, port: int, limits: ServerLimits, web: bool) -> None:
