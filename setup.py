@@ -66,6 +66,10 @@ setup(
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
         "vllm": ["vllm==0.32.*"],
         "lora": ["peft>=0.17"],
+        # --report-to: the versions that the tests have seen, and later ones.
+        "wandb": ["wandb>=0.31"],
+        "trackio": ["trackio>=0.43"],
+        "tensorboard": ["tensorboard>=2.21"],
         # Only for the optional comparison of loss and gradients; release notes change the meaning of its flags.
         "trl": ["trl==1.16.*", "accelerate", "datasets"],
         # Only for the baselines of kernels/bench, which were written for these versions.

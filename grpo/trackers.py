@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import queue
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from typing import Any, Literal, Protocol
 
 from grpo import run_folder
 from grpo.config import Config, UsageError
-from grpo.files import write_atomic
 from grpo.metrics import completion_paths, dumps, read_log
 from grpo.model import one_line
 from grpo.resume import say
@@ -114,11 +114,7 @@ class Wandb:
             settings=wandb.Settings(console="off", quiet=True),
         )
         self.run.define_metric("*", step_metric="step")
-        self.sent = run.folder / "wandb" / "sent.json"
-        if not self.run.offline:
-            return self.run.starting_step
-        # Offline, wandb does not read what it wrote before.
-        return json.loads(self.sent.read_text())["position"] + 1 if self.sent.exists() else 0
+        return last_offline_step(run.folder, run.run_id) + 1 if self.run.offline else self.run.starting_step
 
     def log(self, entry: Entry) -> None:
         numbers: dict[str, Any] = {"step": entry.position} | entry.numbers
@@ -128,10 +124,34 @@ class Wandb:
             rows = [[_cell(name, row.get(name)) for name in columns] for row in episodes]
             numbers[entry.key] = self.wandb.Table(columns=columns, data=rows)
         self.run.log(numbers, step=entry.position)
-        write_atomic(self.sent, dumps({"position": entry.position}) + "\n", durable=False)
 
     def close(self, exit_code: int) -> None:
         self.run.finish(exit_code)
+
+
+def last_offline_step(folder: Path, run_id: str) -> int:
+    """The last step in the files that wandb has written for a run in `RUN/wandb`; -1 without any.
+
+    wandb begins a new file when a run goes on, and does not look into the ones before. It writes late: where it was
+    killed, its file ends before what it was given. The file is 7 bytes and then a log in LevelDB's format, blocks of
+    32 KiB of pieces (checksum, length, kind) that make up protobuf records.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    last = -1
+    for path in folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"):
+        data, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:  # no room for another piece in this block
+                at += 32768 - at % 32768
+                continue
+            length, kind = struct.unpack_from("<HB", data, at + 4)
+            record, at = record + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4) and at <= len(data):  # a whole record, or its last piece
+                found, record = Record.FromString(record), b""
+                if found.WhichOneof("record_type") == "history":
+                    last = max(last, found.history.step.num)
+    return last
 
 
 class Trackio:
@@ -163,22 +183,26 @@ class Trackio:
 
 
 class TensorBoard:
-    """Event files in `RUN/tensorboard`. A resumed run's first event makes TensorBoard drop what came after its step."""
+    """Event files in `RUN/tensorboard`. A resumed run's first event has TensorBoard drop the numbers from its step on,
+    but not the texts: those that are there are not written again."""
 
     def open(self, run: TrackedRun) -> int:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
         first = run.done + 1 if run.done and folder.exists() else 0
+        events = (event for path in folder.glob("*tfevents*") for event in EventFileLoader(str(path)).Load())
+        self.there = {value.tag.removesuffix("/text_summary") for event in events for value in event.summary.value}
         self.writer = SummaryWriter(str(folder), purge_step=first)
-        if first == 0:
+        if "config" not in self.there:
             self.writer.add_text("config", _code(json.dumps(run.config, indent=1)), 0)
         return first
 
     def log(self, entry: Entry) -> None:
         for name, value in entry.numbers.items():
             self.writer.add_scalar(name, value, entry.position)
-        if entry.files is not None and entry.files[0].exists():
+        if entry.files is not None and entry.files[0].exists() and entry.key not in self.there:
             self.writer.add_text(entry.key, entry.files[0].read_text(encoding="utf-8"), entry.position)
         self.writer.flush()  # its own thread writes; a killed process should not lose two minutes
 
