@@ -382,6 +382,13 @@ def test_health_metadata_schema_and_page(server):
 # ------------------------------------------------------------------------------------------------------- OpenEnv's own
 
 
+def test_the_readme_runs(server, capsys):
+    text = (ROOT / "env/server/README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("http://127.0.0.1:8000", server.url)
+    exec(code, {})
+    assert "guest count: 20 people. 0.0 False" in capsys.readouterr().out
+
+
 def test_openenv_validate_passes_on_the_manifest_and_on_the_running_server(server, tmp_path):
     from openenv.cli._validation import validate_running_environment
     from openenv.validation import Level, Verdict, run_validation
