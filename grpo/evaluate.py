@@ -10,6 +10,7 @@ environment lost, which is counted apart as well (`env_errors`): a denominator t
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from scenarios.schema import Scenario
 if TYPE_CHECKING:  # a scripted policy needs neither tokens nor a sampler
     from grpo.chat import ChatTokens
     from grpo.engines import Engine
+
+log = logging.getLogger(__name__)
 
 EVAL_SEED = 20_000
 """Seed of the evaluation's sampling. Not the run's: every model meets the same random numbers."""
@@ -247,6 +250,17 @@ def _halves(progress: Callable[[int, int], None] | None) -> tuple[Callable[[int,
     return lambda done, n: progress(done, 2 * n), lambda done, n: progress(n + done, 2 * n)
 
 
+def _played(
+    policy: ScriptedPolicy, scenario: Scenario, env_factory: Callable[[Scenario], ClarifyEnv]
+) -> tuple[EpisodeRecord, list[tuple[str, str | None]]]:
+    """As `env.policies.play`. An environment that breaks costs its episode alone, as it does in a rollout."""
+    try:
+        return play(policy, scenario, env_factory)
+    except Exception as error:  # noqa: BLE001
+        log.warning("scenario of seed %d: environment error (%s)", scenario.seed, error)
+        return EpisodeRecord(scenario, stop_reason=StopReason.ENV_ERROR), []
+
+
 def evaluate_policy(
     name: str,
     scenarios: Sequence[Scenario],
@@ -260,7 +274,7 @@ def evaluate_policy(
     Raises ValueError for an unknown policy.
     """
     policy = ScriptedPolicy(name, seed)
-    played = [play(policy, scenario, env_factory) for scenario in scenarios]
+    played = [_played(policy, scenario, env_factory) for scenario in scenarios]
     return report(
         [record for record, _ in played],
         rubric=rubric,

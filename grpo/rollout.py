@@ -62,6 +62,8 @@ def rollout(
     reward None, and the reason is logged. Where the environment broke before it gave a first message, that episode's
     prompt and completion are empty.
     """
+    if (ready := getattr(env_factory, "ready", None)) is not None:
+        ready()  # environments that are elsewhere; not for the episodes to find out
     limits = (max_completion_len, engine.max_context)
     players = {
         (index, member): Player((index, member), scenario, chat, limits, reward_fn)

@@ -8,15 +8,19 @@ import json
 import logging
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from env.clarify import StopReason
 from env.server import __main__ as server_script
-from grpo.config import Config, UsageError, refuse_changes
+from grpo.config import Config, RunStopped, UsageError, refuse_changes
 from grpo.console import run_entry
 from grpo.environment import environment, sessions_needed
+from grpo.evaluate import evaluate_policy
 from grpo.metrics import without_times
+from scenarios.generator import held_out
 from tests.env_servers import ROOT, free_port, in_thread
 from tests.test_rollout import ScriptedEngine, StubChat, play
 from tests.test_run import arguments, train_py
@@ -175,23 +179,36 @@ def test_a_session_that_breaks_costs_its_episode_alone(url, caplog):
 
 
 @needs_openenv
-def test_a_server_that_is_gone_costs_episodes_until_it_is_back():
+def test_a_server_that_is_gone_costs_the_episodes_under_way_and_is_waited_for(monkeypatch, capsys):
     from env.server.app import ServerLimits
+    from env.server.remote import RemoteEnvs
 
     port = free_port()
+
+    def reasons(envs):
+        (group,) = play(ScriptedEngine(turns), SpokenChat(), num_generations=2, env_factory=envs)
+        return {episode.stop_reason for episode in group.episodes}
+
     with in_thread(ServerLimits(), port=port) as address:
         envs = environment(address, 3)
-
-        def reasons():
-            (group,) = play(ScriptedEngine(turns), SpokenChat(), num_generations=2, env_factory=envs)
-            return {episode.stop_reason for episode in group.episodes}
-
-        assert reasons() == {StopReason.QUESTION_CAP}
-    assert reasons() == {StopReason.ENV_ERROR}
+        assert reasons(envs) == {StopReason.QUESTION_CAP}
+        bare = RemoteEnvs(address)
+        assert reasons(bare) == {StopReason.QUESTION_CAP}
+    assert reasons(bare) == {StopReason.ENV_ERROR}
+    report = evaluate_policy("ask-all", held_out(3), env_factory=bare)
+    assert report["env_errors"] == report["n"] == 3 and report["avg_score"] == 0
     with pytest.raises(UsageError, match="no server answers"):
         environment(address)
-    with in_thread(ServerLimits(), port=port):
-        assert reasons() == {StopReason.QUESTION_CAP}
+    monkeypatch.setattr("grpo.environment.WAIT_SECONDS", 0.3)
+    with pytest.raises(RunStopped, match="--env-url .* no server answers .* --resume"):
+        reasons(envs)
+    one_line(capsys.readouterr().err, "waiting up to 0.3 s", address)
+    monkeypatch.setattr("grpo.environment.WAIT_SECONDS", 60.0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(reasons, envs)
+        time.sleep(0.3)
+        with in_thread(ServerLimits(), port=port):
+            assert waiting.result(30) == {StopReason.QUESTION_CAP}
 
 
 # ---------------------------------------------------------------------------------------------------- one line, code 2

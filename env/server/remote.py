@@ -97,7 +97,7 @@ class RemoteEnvs:
 
     def drop(self, session: ClarifyClient) -> None:
         """End a session, without waiting."""
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and all sessions with it
+        if self._loop.is_running():  # where the process ends, the loop is gone and all sessions with it
             asyncio.run_coroutine_threadsafe(_end(session), self._loop)
 
 
