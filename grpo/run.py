@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from env.prompts import TOOLS, first_messages
-from grpo import checkpoint, compare, config, console, evaluate, plots, resume, run_folder
+from grpo import card, checkpoint, compare, config, console, evaluate, plots, resume, run_folder
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
@@ -108,6 +108,7 @@ def train(settings: Config, folder: Path, resumed: resume.Restart | None = None)
         trackers.evaluation("after", after)
         comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
         with run_folder.writing(folder, total):
+            card.write(card.Run(folder))
             plots.plot_run(folder / "plots", history.rows, comparison)
         console.print_outcome(comparison, artefacts(folder))
 
@@ -292,7 +293,8 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
 def save_final(policy: Policy, folder: Path) -> None:
     """The trained model as a Hugging Face folder, with tokenizer, chat template and generation settings.
 
-    Adapters are merged into it, and saved by themselves beside it, in `adapter`."""
+    Adapters are merged into it, and saved by themselves beside it, in `adapter`. A card that was written by hand stays.
+    """
     aside = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     if adapter_weights(policy.model):
@@ -301,6 +303,8 @@ def save_final(policy: Policy, folder: Path) -> None:
     else:
         policy.model.save_pretrained(aside)
     policy.tokenizer.save_pretrained(aside)
+    if card.edited(folder / card.README):
+        shutil.copy(folder / card.README, aside)
     commit_folder(aside, folder)
 
 
@@ -347,6 +351,7 @@ def artefacts(folder: Path) -> dict[str, str]:
     """Where everything is, for the end of the run."""
     entries = {
         "trained model": "final",
+        "model card": "final/README.md",
         "evaluations": "eval_before.json, eval_after.json",
         "log": "log_history.json",
         "episodes": "completions",

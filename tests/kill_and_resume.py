@@ -133,9 +133,12 @@ def differences(run: Path, reference: Path) -> list[str]:
 
     logs = [without_times(json.loads((folder / "log_history.json").read_text())) for folder in (run, reference)]
     found = [] if logs[0] == logs[1] else ["log_history.json"]
-    patterns = ("final/*", "checkpoints/*/*.safetensors", "completions/*", "rollouts/*")
+    patterns = ("final/**/*", "checkpoints/*/*.safetensors", "completions/*", "rollouts/*")
     for pattern in patterns:
-        names = [sorted(str(path.relative_to(folder)) for path in folder.glob(pattern)) for folder in (run, reference)]
+        names = [
+            sorted(str(path.relative_to(folder)) for path in folder.glob(pattern) if path.is_file())
+            for folder in (run, reference)
+        ]
         if names[0] != names[1]:
             found.append(f"{pattern}: {names[0]} against {names[1]}")
             continue
