@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -13,9 +14,19 @@ from pathlib import Path
 
 import urllib3
 
+from scenarios.schema import Scenario
+
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # to start, on a machine that is busy
 HTTP = urllib3.PoolManager(retries=False)
+
+
+FOREIGN = Scenario(
+    family="coding", task_id="easy", request="Build an API.", hidden_profile={"stack": "go+gin", "scale": "small"},
+    critical_fields=["stack"], required_keys=["stack"], field_keys=["stack", "scale"], max_steps=3, max_questions=2,
+    seed=10_000,
+)  # fmt: skip
+"""A scenario that is not one of ours, as a file of somebody else's may hold."""
 
 
 def free_port() -> int:
@@ -87,3 +98,10 @@ def wait_until_healthy(url, alive, what):
                 return
         time.sleep(0.1)
     raise TimeoutError(what())
+
+
+def ask(connection, type, data=None):
+    """The answer to one message, as text and as JSON."""
+    connection.send(json.dumps({"type": type} | ({} if data is None else {"data": data})))
+    text = connection.recv(timeout=20)
+    return text, json.loads(text)

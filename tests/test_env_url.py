@@ -21,7 +21,7 @@ from grpo.environment import environment, sessions_needed
 from grpo.evaluate import evaluate_policy
 from grpo.metrics import without_times
 from scenarios.generator import held_out
-from tests.env_servers import ROOT, free_port, in_thread
+from tests.env_servers import FOREIGN, ROOT, free_port, in_thread
 from tests.test_rollout import ScriptedEngine, StubChat, play
 from tests.test_run import arguments, train_py
 
@@ -96,8 +96,6 @@ def test_evaluations_on_a_server_are_those_in_process(url, evaluate, played, tmp
 
 @needs_openenv
 def test_foreign_scenarios_are_played_on_a_server_too(url, evaluate, tmp_path):
-    from tests.test_env_server import FOREIGN
-
     file, reports = tmp_path / "mine.json", []
     file.write_text(json.dumps([FOREIGN.model_dump(mode="json")]))
     for extra in ([], ["--env-url", url]):
