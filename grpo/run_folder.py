@@ -6,8 +6,9 @@ completions/             readable episodes with rewards, per step
 eval_before.json, eval_after.json
 checkpoints/             for --resume
 rollouts/                what was sampled since the oldest checkpoint, for --resume and `python -m grpo.replay`
-final/                   the trained model: transformers loads it, tokenizer and chat template included
+final/                   the trained model: transformers loads it, tokenizer and chat template included; its card
 plots/
+wandb/, tensorboard/     with --report-to
 """
 
 from __future__ import annotations

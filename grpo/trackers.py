@@ -268,8 +268,13 @@ class Feed:
                     self.tracker.log(item)
             self.tracker.close(item)
         except BaseException as error:  # a service may raise anything, SystemExit too
-            self.failed = True
-            say(f"warning: --report-to {self.name}: {one_line(error)}; the run goes on without it")
+            if not self.failed:
+                self.fail(f"{one_line(error)}; the run goes on without it")
+
+    def fail(self, reason: str) -> None:
+        """Send no more, and say why, once."""
+        self.failed = True
+        say(f"warning: --report-to {self.name}: {reason}")
 
 
 class Trackers:
@@ -307,7 +312,7 @@ class Trackers:
         for feed in self.feeds:
             feed.thread.join(max(0.0, deadline - time.monotonic()))
             if feed.thread.is_alive():
-                say(f"warning: --report-to {feed.name}: not done after {FINISH_SECONDS:g} s, left behind")
+                feed.fail(f"not done after {FINISH_SECONDS:g} s, left behind")
 
 
 def evaluation_numbers(report: Mapping[str, Any]) -> dict[str, float]:

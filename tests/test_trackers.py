@@ -144,13 +144,21 @@ def test_a_failure_is_one_line_and_the_rest_goes_on(recorder, monkeypatch, tmp_p
 
 def test_a_tracker_that_hangs_is_not_waited_for(recorder, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
-    release = threading.Event()
-    recorder.log = lambda entry: release.wait(30)
+    release, ended = threading.Event(), threading.Event()
+
+    def hangs(entry):
+        release.wait(30)
+        ended.set()
+        raise ConnectionError("abandoned")
+
+    recorder.log = hangs
     settings = make_folder(tmp_path / "run", ["wandb"])
     start = time.monotonic()
     process(settings, tmp_path / "run")
     assert time.monotonic() - start < 5
     release.set()
+    assert ended.wait(30)
+    time.sleep(0.05)  # what comes of it then is said no more
     assert capsys.readouterr().err == "warning: --report-to wandb: not done after 0.2 s, left behind\n"
 
 
