@@ -1,7 +1,7 @@
 # Two commands from a fresh clone: `make train` and `make test`. ARGS reaches train.py: make train ARGS="--seed 1".
 PYTHON ?= python3
 VENV ?= .venv
-VENV_VLLM ?= .venv-vllm
+VENV_VLLM ?= .venv/vllm
 BIN := $(VENV)/bin
 # Pinned: the release that is tested, for which CPU and CUDA builds exist. An installed torch is kept as it is.
 TORCH ?= torch==2.13.0
@@ -29,9 +29,9 @@ test: setup
 # The tests that run vLLM's real engine, on a CPU too, in an environment of their own. Code 77: it cannot be installed on
 # this machine, for the reason printed; everything else that goes wrong is a failure.
 test-vllm:
-	@code=0; $(PYTHON) tests/vllm/install.py "$(VENV_VLLM)" "$(TORCH)" || code=$$?; \
+	@code=0; $(PYTHON) tests/vllm_engine/install.py "$(VENV_VLLM)" "$(TORCH)" || code=$$?; \
 	if [ $$code -eq 77 ]; then exit 0; elif [ $$code -ne 0 ]; then exit $$code; fi; \
-	set -x; "$(VENV_VLLM)/bin/python" -m pytest -q -m vllm tests/vllm
+	set -x; "$(VENV_VLLM)/bin/python" -m pytest -q -m vllm tests/vllm_engine
 
 # CPU: under three minutes. ARGS="--budget 900" for more rounds, ARGS="--device cuda" on a GPU.
 bench: setup

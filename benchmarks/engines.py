@@ -1,6 +1,6 @@
 """Rollouts of the torch engine beside those of vLLM: sampled tokens and episodes a second.
 
-    .venv-vllm/bin/python benchmarks/engines.py        # `make test-vllm` makes that environment
+    .venv/vllm/bin/python benchmarks/engines.py        # `make test-vllm` makes that environment
 
 Both engines play the rollout batches of a training step on the same model folder: multi-turn episodes of the
 environment on the bundled policy, and episodes of a forced length on a random Qwen3 of 0.6B's shape. Each runs in a
@@ -64,7 +64,7 @@ def check(args: Arguments) -> str:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: its folder does not exist")
     if vllm_version() is None:
-        raise UsageError("vLLM is not installed in this environment; `make test-vllm` makes one: .venv-vllm/bin/python")
+        raise UsageError("vLLM is not installed in this environment; `make test-vllm` makes one: .venv/vllm/bin/python")
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,8 @@
-"""What a reader needs to judge a measured number: processor and commit."""
+"""The machine: what a reader needs to judge a measured number (processor and commit), and memory given back to it."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 from pathlib import Path
@@ -27,3 +28,15 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def give_back_memory() -> None:
+    """Return what was freed to the system, where the C library (glibc) can.
+
+    It keeps freed blocks below 32 MB, and those of one phase of a step do not fit the next one's: the process of a
+    large model would grow by gigabytes.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass

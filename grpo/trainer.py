@@ -20,12 +20,15 @@ from grpo.engines import Engine
 from grpo.head import moves_at_reference, policy_loss, score
 from grpo.invariants import BrokenInvariant, Witness, all_finite, audit_batches, audit_groups, audit_update
 from grpo.loss import kl_reward_penalty
+from grpo.machine import give_back_memory
 from grpo.model import Policy
 from grpo.reference import Reference
 from grpo.rollout import rollout
 from grpo.schedule import learning_rate
 from scenarios.generator import training_scenario
 from scenarios.schema import Scenario
+
+LARGE_MODEL = 256 << 20  # bytes of weights
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Trainer:
             groups = self.sample_groups(step)
             watch.lap("rollout")
             self.engine.sleep()
+            self.give_back_memory()
             watch.lap("sync")
             if on_sampled:
                 on_sampled(groups)
@@ -130,8 +134,14 @@ class Trainer:
         else:  # a penalty that is not: so is the loss then, and the update is dropped
             advantages = [[math.nan] * len(group) for group in rewards]
         losses = self.update(step, batches, ref_logprobs, torch.tensor([a for group in advantages for a in group]))
+        self.give_back_memory()
         watch.lap("update")
         return StepResult(groups, advantages, losses, watch.seconds)
+
+    def give_back_memory(self) -> None:
+        """Between two phases of a large model on a CPU; a small one is faster with what it has."""
+        if self.policy.device.type == "cpu" and 4 * self.policy.num_parameters > LARGE_MODEL:
+            give_back_memory()
 
     def sample_groups(self, step: int) -> list[Group]:
         """P groups of G episodes. With dynamic sampling, groups without reward spread are replaced, as far as the cap

@@ -1,4 +1,7 @@
-"""benchmarks/engines.py without vLLM: what it refuses, its torch side, its arithmetic. tests/vllm runs all of it."""
+"""benchmarks/engines.py without vLLM: what it refuses, its torch side, its arithmetic.
+
+tests/vllm_engine runs all of it.
+"""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_the_snippet_runs_and_plays_one_turn(original, capsys, monkeypatch):
     exec(compile(code, "README.md", "exec"), scope)
     assert capsys.readouterr().out.strip() == scope["reply"].strip()
     chat = run.make_chat(load_policy(ModelConfig(device="cpu")))
-    assert scope["inputs"]["input_ids"][0].tolist() == chat.first_prompt(first_messages(held_out(1)[0]))
+    assert scope["inputs"]["input_ids"][0].tolist() == list(chat.first_prompt(first_messages(held_out(1)[0])))
     assert isinstance(parse_turn(scope["reply"]), ToolCall)
 
 

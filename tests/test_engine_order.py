@@ -1,6 +1,6 @@
 """In which order the rollout loop, the trainer and the vLLM engine call what is below them.
 
-vLLM itself is a recorder here (tests/fake_vllm.py); tests/vllm has the real one.
+vLLM itself is a recorder here (tests/fake_vllm.py); tests/vllm_engine has the real one.
 """
 
 from __future__ import annotations

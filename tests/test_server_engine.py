@@ -1,6 +1,6 @@
 """A served model as an engine: what is asked, what is retried, and what becomes of each kind of wrong answer.
 
-The server here is a stand-in; tests/vllm/test_server.py has a real one.
+The server here is a stand-in; tests/vllm_engine/test_server.py has a real one.
 """
 
 from __future__ import annotations

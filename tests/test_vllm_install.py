@@ -152,7 +152,7 @@ def test_make_passes_over_77_alone(tmp_path, installing, testing, code):
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     said = (tmp_path / "said").read_text()
-    assert ("-m pytest -q -m vllm tests/vllm" in said) == (testing is not None)
+    assert ("-m pytest -q -m vllm tests/vllm_engine" in said) == (testing is not None)
 
 
 def test_ci_runs_both_groups():

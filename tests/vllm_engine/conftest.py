@@ -19,7 +19,7 @@ from tests.vllm.helpers import SKIPPED, installed, settings_for
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason=SKIPPED)
     for item in items:
-        if "tests/vllm" in item.path.as_posix():
+        if "tests/vllm_engine" in item.path.as_posix():
             item.add_marker(pytest.mark.vllm)
             if not installed():
                 item.add_marker(skip)

