@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Pinned: the release that is tested, for which CPU and CUDA builds exist. An installed torch is kept as it is.
 TORCH ?= torch==2.13.0
 ARGS ?=
+# What is installed beside the base: EXTRAS=test,server runs the tests of the environment's server too.
+EXTRAS ?= test
 
 .PHONY: setup train test test-vllm bench bench-baselines lint clean
 
@@ -16,7 +18,7 @@ $(VENV)/.installed: setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[test]"
+	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
 	touch $@
 
 train: setup
