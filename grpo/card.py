@@ -89,11 +89,9 @@ def metadata(run: Run) -> str:
         base_model=run.base_on_hub,
         base_model_relation="finetune" if run.base_on_hub else None,
         tags=["grpo", "reinforcement-learning", "tool-calling", "clarifying-questions", "multi-turn"],
-        model_name=run.name,
+        model_name=run.name if entries else None,
         eval_results=entries or None,
     )
-    if not entries:
-        del data["model_name"]
     return data.to_yaml()
 
 
