@@ -169,7 +169,8 @@ def published(run: Run) -> dict[str, bytes | str]:
     if run.reports:
         files[".eval_results/clarify.yaml"] = eval_results_yaml(run).encode()
         for report, name, model in zip(run.reports, ("eval_before", "eval_after"), (run.base, run.repo), strict=True):
-            files[f"{name}.json"] = (dumps(report | {"model": model}, indent=1) + "\n").encode()
+            greedy = {"greedy": report["greedy"] | {"model": model}} if "greedy" in report else {}
+            files[f"{name}.json"] = (dumps(report | greedy | {"model": model}, indent=1) + "\n").encode()
     return files
 
 
