@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from grpo import tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
+from grpo.gated_mlp import keep_less
 from grpo.lora import add_adapters
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
@@ -84,6 +85,7 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device).eval()
+    keep_less(model)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)
     _check_head(policy)

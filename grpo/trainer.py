@@ -93,6 +93,7 @@ class Trainer:
         """
         watch = Stopwatch()
         if groups is None:
+            self.give_back_memory()
             self.engine.wake()
             watch.lap("sync")
             groups = self.sample_groups(step)
@@ -134,12 +135,13 @@ class Trainer:
         else:  # a penalty that is not: so is the loss then, and the update is dropped
             advantages = [[math.nan] * len(group) for group in rewards]
         losses = self.update(step, batches, ref_logprobs, torch.tensor([a for group in advantages for a in group]))
-        self.give_back_memory()
         watch.lap("update")
         return StepResult(groups, advantages, losses, watch.seconds)
 
     def give_back_memory(self) -> None:
-        """Between two phases of a large model on a CPU; a small one is faster with what it has."""
+        """Before and after sampling: the last step's gradients, and on a CPU all that a large model has freed. A small
+        one is faster with what it has."""
+        self.optimizer.zero_grad(set_to_none=True)
         if self.policy.device.type == "cpu" and 4 * self.policy.num_parameters > LARGE_MODEL:
             give_back_memory()
 
