@@ -133,9 +133,12 @@ def last_offline_step(folder: Path, run_id: str) -> int:
     """The last step in the files that wandb has written for a run in `RUN/wandb`; -1 without any.
 
     wandb begins a new file when a run goes on, and does not look into the ones before. It writes late: where it was
-    killed, its file ends before what it was given. The file is 7 bytes and then a log in LevelDB's format, blocks of
-    32 KiB of pieces (checksum, length, kind) that make up protobuf records.
+    killed, its file ends before what it was given, or is damaged there, and counts as far as it can be read.
+
+    The file is 7 bytes and then a log in LevelDB's format: blocks of 32 KiB with pieces (checksum, length, kind) that
+    make up protobuf records.
     """
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     last = -1
@@ -148,7 +151,10 @@ def last_offline_step(folder: Path, run_id: str) -> int:
             length, kind = struct.unpack_from("<HB", data, at + 4)
             record, at = record + data[at + 7 : at + 7 + length], at + 7 + length
             if kind in (1, 4) and at <= len(data):  # a whole record, or its last piece
-                found, record = Record.FromString(record), b""
+                try:
+                    found, record = Record.FromString(record), b""
+                except DecodeError:
+                    break
                 if found.WhichOneof("record_type") == "history":
                     last = max(last, found.history.step.num)
     return last

@@ -272,15 +272,17 @@ def next_second():
 @pytest.mark.parametrize("lost", [False, True], ids=["closed", "killed"])
 def test_wandb_continues_a_run_offline(offline, lost):
     """`lost`: what a killed process had not written is sent by the next one."""
-    pytest.importorskip("wandb", reason='wandb is not installed (pip install -e ".[wandb]")')
+    wandb = pytest.importorskip("wandb", reason='wandb is not installed (pip install -e ".[wandb]")')
     folder = offline / "run"
     settings = make_folder(folder, ["wandb"])
     process(settings, folder, upto=3)
+    wandb.teardown()  # as the end of a process does: waits until everything is written
     if lost:
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
         path.write_bytes(path.read_bytes()[:7])
     next_second()
     process(settings, folder, done=2)
+    wandb.teardown()
     found, ids, codes = wandb_history(folder)
     run_id = run_folder.stored(folder)["run_id"]
     assert ids == {(run_id, f"tiny-beta0-seed0-{run_id[:8]}")} and set(codes) == {0}
