@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("vllm_install", ROOT / "tests" / "vllm" / "install.py")
+spec = importlib.util.spec_from_file_location("vllm_install", ROOT / "tests" / "vllm_engine" / "install.py")
 install = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install)
 
@@ -157,4 +157,4 @@ def test_make_passes_over_77_alone(tmp_path, installing, testing, code):
 
 def test_ci_runs_both_groups():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert lines[-2:] == ["make test", "make test-vllm"] and "set -euo pipefail" in lines
+    assert lines[-2:] == ["make test EXTRAS=test,server", "make test-vllm"] and "set -euo pipefail" in lines

@@ -13,7 +13,7 @@ import pytest
 from grpo.model import TINY_FOLDER, load_policy
 from grpo.run import make_chat, make_engine
 from scenarios.generator import held_out
-from tests.vllm.helpers import SKIPPED, installed, settings_for
+from tests.vllm_engine.helpers import SKIPPED, installed, settings_for
 
 
 def pytest_collection_modifyitems(items):

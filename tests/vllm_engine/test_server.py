@@ -22,7 +22,7 @@ from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests import toy
-from tests.vllm.helpers import PROMPT, play, sampled, trainers, turns
+from tests.vllm_engine.helpers import PROMPT, play, sampled, trainers, turns
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 300

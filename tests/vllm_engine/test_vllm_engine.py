@@ -12,7 +12,7 @@ from grpo.engines import TurnRequest
 from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig, _nucleus
 from scenarios.generator import held_out
-from tests.vllm.helpers import PROMPT, play, sampled, trainers, turns
+from tests.vllm_engine.helpers import PROMPT, play, sampled, trainers, turns
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

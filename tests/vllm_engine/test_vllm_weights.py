@@ -18,7 +18,7 @@ from grpo.sampling import SamplingConfig
 from grpo.trainer import Trainer
 from scenarios.generator import held_out
 from tests import toy
-from tests.vllm.helpers import PROMPT, SKIPPED, installed, sampled, settings_for, trainers, turns
+from tests.vllm_engine.helpers import PROMPT, SKIPPED, installed, sampled, settings_for, trainers, turns
 
 if not installed():
     pytest.skip(SKIPPED, allow_module_level=True)
