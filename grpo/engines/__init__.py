@@ -36,6 +36,16 @@ class TurnRequest:
     position: int = 0
     group: int = 0
 
+    def check(self, max_context: int) -> None:
+        """Raises ValueError where there is nothing to sample from, or no room in `max_context` tokens."""
+        name, length = f"turn {self.turn} of episode {self.key}", len(self.prompt_ids)
+        if not length or self.max_tokens < 1:
+            raise ValueError(f"{name}: empty prompt or max_tokens < 1")
+        if length + self.max_tokens > max_context:
+            raise ValueError(
+                f"{name}: {length} prompt tokens and max_tokens {self.max_tokens} exceed max_context {max_context}"
+            )
+
 
 @dataclass(frozen=True)
 class TurnOutput:

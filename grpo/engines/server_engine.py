@@ -185,15 +185,9 @@ class ServerEngine:
 
     def submit(self, request: TurnRequest) -> None:
         """Send a turn, or queue it. ValueError if it is empty, cannot fit, or the episode's last one has not ended."""
-        name, length, limit = f"turn {request.turn} of episode {request.key}", len(request.prompt_ids), self.max_context
-        if not length or request.max_tokens < 1:
-            raise ValueError(f"{name}: empty prompt or max_tokens < 1")
-        if length + request.max_tokens > limit:
-            raise ValueError(
-                f"{name}: {length} prompt tokens and max_tokens {request.max_tokens} exceed max_context {limit}"
-            )
+        request.check(self.max_context)
         if self._episodes.get(request.key):
-            raise ValueError(f"{name}: its previous turn is still being sampled")
+            raise ValueError(f"turn {request.turn} of episode {request.key}: its previous turn is still being sampled")
         self._episodes[request.key] = True
         self._waiting.append(request)
         self._send()

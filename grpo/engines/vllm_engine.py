@@ -217,14 +217,8 @@ class VllmEngine:
             ValueError: nothing to sample from or no room, a turn of this episode is still running, or a prompt that
                 rewrites the episode's past.
         """
+        request.check(self.max_context)
         prompt, key = request.prompt_ids, request.key
-        if not prompt or request.max_tokens < 1:
-            raise ValueError(f"turn {request.turn} of episode {key}: empty prompt or max_tokens < 1")
-        if len(prompt) + request.max_tokens > self.max_context:
-            raise ValueError(
-                f"turn {request.turn} of episode {key}: {len(prompt)} prompt tokens and max_tokens "
-                f"{request.max_tokens} exceed max_context {self.max_context}"
-            )
         if any(running.key == key for running in self._running.values()):
             raise ValueError(f"episode {key} is still sampling its previous turn")
         past = self._ids.get(key, ())
