@@ -6,7 +6,6 @@ Imported in either side's environment, so nothing here needs `grpo_kernels` or t
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -65,11 +64,6 @@ def smoke(case: Case) -> Case:
         return dataclasses.replace(case, groups=1, group_size=2, completion=64)
     small = _SMALL | {"vocab_size": 2048}
     return dataclasses.replace(case, title="smoke: " + case.title, group_size=2, completion=8, prompt=150, model=small)
-
-
-def from_json(text: str) -> Case:
-    """The inverse of `json.dumps(dataclasses.asdict(case))`."""
-    return Case(**json.loads(text))
 
 
 def forced_rewards(count: int) -> list[float]:

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -27,8 +25,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from cases import CASES, Case, make_model, smoke
-from sides import Side
-from table import fail, machine, markdown, say
+from sides import Side, counted, median
+from table import finish, machine, markdown, one_line_errors, say
 
 from grpo.config import UsageError, tyro_cli
 
@@ -98,14 +96,6 @@ def play(case: Case, rounds: int, settings: dict[str, Any]) -> dict[str, Side]:
         for side in sides.values():
             side.close()
     return sides
-
-
-def counted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return steps[1:] if len(steps) > 1 else steps
-
-
-def median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def summary(side: Side) -> dict[str, Any]:
@@ -194,15 +184,11 @@ def show(document: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
     """Exit codes: 0; 1 where an engine died; 2 for bad input or no vLLM, with one line on stderr."""
-    try:
+    with one_line_errors():
         args = tyro_cli(Arguments, argv, prog="engines.py", description=__doc__.splitlines()[0])
         device = check(args)
         threads, began = args.threads or os.cpu_count() or 1, time.perf_counter()
         cases = [compare(name, args, device, threads) for name in dict.fromkeys(args.cases)]
-    except UsageError as error:
-        fail(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     document = {
         "benchmark": "engines",
         "cases": cases,
@@ -212,10 +198,7 @@ def main(argv: list[str]) -> None:
         "wall_seconds": time.perf_counter() - began,
     }
     show(document)
-    text = json.dumps(document)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print("\n" + text, flush=True)
+    finish(document, args.json)
     if any(side["died"] for each in cases for side in each["engines"].values()):
         sys.exit(1)
 

@@ -13,7 +13,6 @@ Prints a markdown table and, as the last line, JSON.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from table import fail, machine, markdown, say
+from table import finish, machine, markdown, one_line_errors, say
 
 from grpo import invariants, trainer
 from grpo.config import RECIPES, Config, UsageError, tyro_cli
@@ -190,18 +189,11 @@ def show(document: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
     """Exit codes: 0; 2 for bad input, with one line on stderr."""
-    try:
+    with one_line_errors():
         args = tyro_cli(Arguments, argv, prog="invariants.py", description=__doc__.splitlines()[0])
         document = run(args)
-    except UsageError as error:
-        fail(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     show(document)
-    text = json.dumps(document)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(f"\n{text}", flush=True)
+    finish(document, args.json)
 
 
 if __name__ == "__main__":

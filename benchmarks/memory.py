@@ -13,7 +13,6 @@ last line, JSON. Linux only.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from sides import process_memory
-from table import fail, machine, markdown, say
+from table import finish, machine, markdown, one_line_errors, say
 
 from grpo.config import UsageError, tyro_cli
 
@@ -109,7 +108,7 @@ def judge(samples: list[dict[str, int]], steps: int) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """Exit codes: 0; 1 where memory is not flat; 2 for bad input, with one line on stderr."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    try:
+    with one_line_errors():
         args = tyro_cli(Arguments, argv[:cut], prog="memory.py", description=__doc__.splitlines()[0])
         if not 10 <= args.steps <= 10**6 or not 1 <= args.threads <= 1024:
             raise UsageError("--steps must be between 10 and 1000000, --threads between 1 and 1024")
@@ -120,10 +119,6 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             samples = watch(args, argv[cut + 1 :], Path(folder) / "run")
         found = judge(samples, args.steps)
-    except UsageError as error:
-        fail(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     document = {"benchmark": "memory", "machine": machine("cpu", args.threads), "steps": args.steps,
                 "flags": argv[cut + 1 :], **found, "columns": ["step", "resident", "peak"],
                 "samples": [list(s.values()) for s in samples[:: max(1, len(samples) // 200)]]}  # fmt: skip
@@ -135,10 +130,7 @@ def main(argv: list[str]) -> None:
     print(f"\nFrom the second to the last fifth: memory x{found['resident_growth']:.4f}, peak "
           f"x{found['peak_growth']:.4f}; {found['resident_bytes_per_step'] / 1e3:+.2f} kB a step behind the first.\n"
           f"\n- goal: both at most x{LIMIT:g}: {'met' if found['met'] else 'MISSED'}")  # fmt: skip
-    text = json.dumps(document)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(f"\n{text}", flush=True)
+    finish(document, args.json)
     sys.exit(0 if found["met"] else 1)
 
 

@@ -13,7 +13,6 @@ Prints markdown tables and, as the last line, JSON; draws a plot.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -29,7 +28,7 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from synthetic import ModelShape, Shape, Side, counts, sample, write_model
-from table import fail, machine, markdown, number, say
+from table import finish, machine, markdown, number, one_line_errors, say
 
 from grpo.batching import Packing
 from grpo.config import UsageError, tyro_cli
@@ -137,11 +136,11 @@ def measure(args: Arguments, points: list[Point], folder: Path, model: ModelShap
     max_tokens = 64 if args.smoke else 16384
     write_model(folder, model, context)
     shared = points[0].shape.shared
-    prefix = sample(make_engine(Side(folder, device, Packing(), context, max_tokens), context, device),
+    prefix = sample(Side(folder, device, Packing(), context, max_tokens).engine,
                     Shape(prompt=shared + 1, shared=shared, turn_tokens=1), model.vocab, 0).episodes[0]  # fmt: skip
     packed = Side(folder, device, Packing(prefix=prefix.prompt_ids[:shared]), context, max_tokens)
     padded = Side(folder, device, Packing(packed=False), context, max_tokens)
-    engine = make_engine(packed, context, device)
+    engine = packed.engine
     episodes = []
     sample(engine, points[0].shape, model.vocab, 0)  # warms up
     for step, point in enumerate(points):
@@ -164,10 +163,6 @@ def measure(args: Arguments, points: list[Point], folder: Path, model: ModelShap
                 point.padded.append(seconds + padded.update_seconds(each, logprobs))
         say(f"round {round_number + 1}/{max(args.rounds, args.padded_rounds)}: {time.perf_counter() - began:.1f} s")
     return reference_share(args, folder, device, engine, context, model.vocab)
-
-
-def make_engine(side: Side, context: int, device: str) -> TorchEngine:
-    return TorchEngine(side.trainer.policy.model, (), max_context=context, slots=64, device=device)
 
 
 def reference_share(
@@ -336,19 +331,13 @@ def run(args: Arguments) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """Exit codes: 0; 2 for bad input, with one line on stderr."""
-    try:
+    with one_line_errors():
         args = tyro_cli(Arguments, argv, prog="scaling.py", description=__doc__.splitlines()[0])
         document = run(args)
-    except UsageError as error:
-        fail(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     show(document)
     draw(document, args.out)
-    text = json.dumps(document)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(f"\nplot: {args.out}; {os.cpu_count()} cores\n\n{text}", flush=True)
+    print(f"\nplot: {args.out}; {os.cpu_count()} cores")
+    finish(document, args.json)
 
 
 if __name__ == "__main__":

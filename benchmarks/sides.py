@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def counted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps behind the first, which is a warm-up; the first where it is the only one."""
+    return steps[1:] if len(steps) > 1 else steps
+
+
+def median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 class Channel:

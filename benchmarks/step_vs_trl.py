@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,8 +24,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from cases import CASES, Case, make_model, smoke
-from sides import Side
-from table import fail, machine, markdown, say
+from sides import Side, counted, median
+from table import finish, machine, markdown, one_line_errors, say
 
 from grpo.config import UsageError, tyro_cli
 
@@ -156,14 +154,6 @@ def play(args: Arguments, settings: dict[str, Any], interleaved: bool) -> tuple[
     return {"ours": ours, "trl": theirs}, attempts
 
 
-def counted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return steps[1:] if len(steps) > 1 else steps
-
-
-def median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def summary(side: Side) -> dict[str, Any]:
     """Medians over the counted steps, and everything raw."""
     steps = counted(side.steps)
@@ -273,20 +263,13 @@ def compare(args: Arguments, case: Case, device: str) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """Exit codes: 0; 1 where our side died; 2 for bad input or no trl, with one line on stderr."""
-    try:
+    with one_line_errors():
         args = tyro_cli(Arguments, argv, prog="step_vs_trl.py", description=__doc__.splitlines()[0])
         case = smoke(CASES[args.case]) if args.smoke else CASES[args.case]
         device = check(args, case)
         document = compare(args, case, device)
-    except UsageError as error:
-        fail(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     show(document)
-    text = json.dumps(document)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print("\n" + text, flush=True)
+    finish(document, args.json)
     if document["sides"]["ours"]["died"]:
         sys.exit(1)
 

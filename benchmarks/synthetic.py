@@ -76,7 +76,7 @@ def write_model(folder: Path, shape: ModelShape, context: int) -> Path:
 
 
 class Side:
-    """A trainer with its reference and one way to lay out tokens."""
+    """A trainer with its reference, its sampler and one way to lay out tokens."""
 
     def __init__(self, folder: Path, device: str, packing: Packing, context: int, max_tokens: int):
         config = Config().with_values(
@@ -90,7 +90,8 @@ class Side:
                 raise RuntimeError(reason)
         self.packing, self.max_tokens = packing, max_tokens
         reference = Reference(config.model, packing, context)
-        self.trainer = Trainer(config, policy, None, None, reference, packing)
+        self.engine = TorchEngine(policy.model, (), max_context=context, slots=64, device=device)
+        self.trainer = Trainer(config, policy, self.engine, None, reference, packing)
 
     def batches(self, episodes: list[Episode]) -> list[TokenBatch]:
         weights = [1.0 / (len(episodes) * episode.num_trained) for episode in episodes]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo.config import UsageError
 from grpo.machine import commit, cpu_name
 
 
@@ -20,6 +24,25 @@ def fail(text: str, code: int) -> NoReturn:
     """One line on stderr, then exit."""
     print(" ".join(text.split()), file=sys.stderr)
     sys.exit(code)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input inside ends the script with code 2 and one line, Ctrl-C with 130."""
+    try:
+        yield
+    except UsageError as error:
+        fail(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+
+
+def finish(document: dict[str, Any], path: Path | None) -> None:
+    """The document as the last line of the output and, where `path` is given, as that file."""
+    text = json.dumps(document)
+    if path is not None:
+        path.write_text(text + "\n")
+    print(f"\n{text}", flush=True)
 
 
 def number(value: Any) -> str:

@@ -47,8 +47,7 @@ def test_scaling_counts_unique_tokens(tmp_path):
     shape = synthetic.Shape(groups=2, members=3, prompt=20, shared=8, turns=2, turn_tokens=4)
     synthetic.write_model(tmp_path, synthetic.ModelShape(1, 16, 2048), context=128)
     side = synthetic.Side(tmp_path, "cpu", scaling.Packing(), 128, 4096)
-    engine = scaling.make_engine(side, 128, "cpu")
-    episodes = synthetic.sample(engine, shape, 2048, step=0).episodes
+    episodes = synthetic.sample(side.engine, shape, 2048, step=0).episodes
     assert [len(e.completion_ids) for e in episodes] == [shape.completion] * 6
     assert len({e.completion_ids for e in episodes}) == 6
     side.packing = scaling.Packing(prefix=episodes[0].prompt_ids[:8])
