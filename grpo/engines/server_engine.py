@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import urllib3
@@ -33,6 +33,7 @@ from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig, random_stream
 
 READ_TIMEOUT = 600.0
+LOOK_UP_SECONDS = 0.5  # a wait for answers is that long at most: a signal in between must not find a process that sleeps
 """Seconds until a request counts as lost: a long turn, behind other turns, on a slow machine, ends in this time."""
 RETRIES = Retry(
     total=5,
@@ -196,7 +197,10 @@ class ServerEngine:
         """Wait until a turn ends; return all that have ended by then."""
         outputs: list[TurnOutput] = []
         while self._in_flight and (not outputs or not self._answers.empty()):
-            key, answer = self._answers.get()
+            try:
+                key, answer = self._answers.get(timeout=LOOK_UP_SECONDS)
+            except Empty:
+                continue
             self._in_flight -= 1
             if isinstance(answer, Exception):
                 raise answer
