@@ -32,8 +32,9 @@ from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig, random_stream
 
+LOOK_UP_SECONDS = 0.5
+"""A wait for answers is that long at most: Ctrl-C must not find a process that only a lock can wake."""
 READ_TIMEOUT = 600.0
-LOOK_UP_SECONDS = 0.5  # a wait for answers is that long at most: a signal in between must not find a process that sleeps
 """Seconds until a request counts as lost: a long turn, behind other turns, on a slow machine, ends in this time."""
 RETRIES = Retry(
     total=5,
