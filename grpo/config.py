@@ -145,7 +145,8 @@ class RunConfig:
     seed: int = 0
     """Seeds scenarios and every sampled token."""
     output_dir: str = ""
-    """Run folder. Default: runs/<model>-beta<beta>-seed<seed>; refused where it holds another run."""
+    """Run folder; refused where it holds another run. Default: runs/<model>-beta<beta>-seed<seed>, where that is taken
+    with -2, -3, ... behind it."""
     resume: str = ""
     """Continue the run in this folder from its newest checkpoint."""
     save_every: int = 50

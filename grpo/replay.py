@@ -68,6 +68,8 @@ class Probe:
         for name, module in model.named_modules():
             module.register_forward_hook(self._see_output(name or type(model).__name__))
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             # Before clipping, which spreads one NaN to every gradient.
             parameter.register_post_accumulate_grad_hook(self._see_gradient(name))
 
