@@ -107,11 +107,11 @@ def check(args: Arguments) -> None:
             raise UsageError("--compare: give at least two evaluation files, the base first")
         if args.output:
             raise UsageError("--output: nothing is evaluated with --compare; leave it out")
+        if plot_of(args).suffix != ".png":
+            raise UsageError(f"--plot {args.plot}: must end in .png")
         for path in args.compare:
             if not path.exists():
                 raise UsageError(f"--compare {path}: No such file")
-        if plot_of(args).suffix != ".png":
-            raise UsageError(f"--plot {args.plot}: must end in .png")
         check_writable("plot", plot_of(args), args.overwrite)
     elif args.output is not None:
         check_writable("output", args.output, args.overwrite)
