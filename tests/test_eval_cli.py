@@ -167,7 +167,7 @@ BAD = {
     "output of a comparison": (["--compare", "a.json", "b.json", "--output", "c.json"], "--output: nothing is eval"),
     "plot without ending": (["--compare", "a.json", "b.json", "--plot", "noext"], "--plot noext: must end in .png"),
     "comparison of a folder": (["--compare", "a.json", "."], "--compare a.json: No such file"),
-    "plot that is there": (["--compare", "a.json", "old/b.json"], "--plot old/comparison.png: exists"),
+    "plot that is there": (["--compare", "good.json", "old/b.json"], "--plot old/comparison.png: exists"),
     "no report": (["--compare", "good.json", "good.json"], "good.json: not an evaluation"),
 }
 
@@ -182,6 +182,7 @@ def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, mess
     Path("dangling").symlink_to("nowhere")
     Path("old").mkdir()
     Path("old/comparison.png").write_text("precious")
+    Path("old/b.json").write_text("[]")
     before = sorted(Path(".").iterdir())
     code, out, err = run("--model", "guess", *args)
     assert code == 2 and re.search(message, err), err
