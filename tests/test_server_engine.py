@@ -459,6 +459,7 @@ import os, signal, sys, threading
 from grpo.engines import TurnRequest
 from grpo.engines.server_engine import Server, ServerEngine
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 engine = ServerEngine(Server(sys.argv[1]), "toy", {5}, 100)
 engine.submit(TurnRequest((0, 0), (1, 2, 3), 10))
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
