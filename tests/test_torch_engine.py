@@ -255,6 +255,22 @@ def test_attention_that_shares_a_prefix_changes_nothing(monkeypatch, shape):
         assert [s[2] for s in shared] == pytest.approx([s[2] for s in alone], abs=1e-4)
 
 
+def test_a_shared_prefix_in_bfloat16(monkeypatch):
+    """Norms leave queries in float32 under autocast; the cache is in bfloat16."""
+    used, attend = [], slots._attend_shared
+    monkeypatch.setattr(slots, "_attend_shared", lambda *args: used.append(args[-1]) or attend(*args))
+    engine = engine_for(toy.make_model(TOKENIZER), slots=8, dtype=torch.bfloat16)
+    prompt = some_ids(random.Random(3), 150)
+    episodes = [Episode((0, member), prompt) for member in range(4)]
+    play(engine, episodes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for episode in episodes:
+            expected = torch.log_softmax(engine.model(input_ids=torch.tensor([episode.ids])).logits[0].float(), -1)
+            for index, token, logprob in episode.sampled:
+                assert logprob == pytest.approx(float(expected[index - 1, token]), abs=0.3)  # as for bfloat16 above
+    assert used
+
+
 def test_a_large_cache_is_given_back_while_the_trainer_works(monkeypatch):
     engine = engine_for(toy.make_model(TOKENIZER))
     play(engine, episodes_of())

@@ -207,7 +207,8 @@ def _attend_shared(
     share = heads // kv_heads
     # SDPA's own kernel for CPUs; the public function keeps the log-sum-exp to itself.
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    query = query.reshape(n, kv_heads, share * w, d)
+    # The public function would do this under autocast: norms leave queries in float32 there.
+    query = query.to(key.dtype).reshape(n, kv_heads, share * w, d)
     everybody = query.transpose(0, 1).reshape(1, kv_heads, n * share * w, d)
     common, common_lse = attend(everybody, key[:1, :, :shared], value[:1, :, :shared], scale=scaling)
     common = common.view(kv_heads, n, share * w, d).transpose(0, 1)  # [n, H_kv, share * w, d]
