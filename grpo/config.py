@@ -92,8 +92,6 @@ class LossConfig:
     """Dual clip: for negative advantages the ratio is capped at delta (> 1 + epsilon_high)."""
     entropy_coef: float = 0.0
     """Entropy bonus: loss -= entropy_coef * token entropy, weighted like the loss."""
-    sapo_tau: tuple[float, float] = (1.0, 1.05)
-    """sapo's temperatures for positive and negative advantages."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the std of the group, of the batch, or not at all."""
     mask_truncated: bool = False
@@ -335,7 +333,6 @@ def validate(config: Config) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float):
                 require(math.isfinite(number), name, "finite")
-    require(min(config.loss.sapo_tau) > 0, "sapo_tau", "two numbers above 0")
     require(config.run.seed < 2**63, "seed", "below 2^63")
     chosen = config.run.report_to
     if not chosen or len(set(chosen)) < len(chosen) or ("none" in chosen and len(chosen) > 1):

@@ -34,6 +34,8 @@ from grpo.config import LossConfig, LossType
 # exp(20) = 5e8. Log-ratios are cut here *before* exp: cutting the result would leave a gradient of 0 * inf = NaN.
 MAX_LOG_RATIO = 20.0
 DEFAULT_EPSILON_HIGH = {"dapo": 0.28, "cispo": 4.0}
+# sapo's temperatures, its paper's: the gate closes a little sooner where A < 0.
+SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
@@ -69,8 +71,7 @@ def surrogate(ratio: Tensor, policy_logprobs: Tensor, advantages: Tensor, config
         return ratio.clamp(max=high).detach() * advantages * policy_logprobs
     if config.loss_type == "sapo":
         # S = 4 / tau * sigmoid(tau * (r - 1)) * A, tau by the sign of A. The slope at r = 1 is A, that of grpo.
-        tau_positive, tau_negative = config.sapo_tau
-        tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+        tau = torch.full_like(advantages, SAPO_TAU_NEGATIVE).masked_fill(advantages > 0, SAPO_TAU_POSITIVE)
         return 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages
     # S = min(r * A, clip(r, 1 - eps, 1 + eps_high) * A). A ratio exactly on a bound counts as inside.
     clipped_ratio = ratio.clamp(low, high)

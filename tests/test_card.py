@@ -159,7 +159,7 @@ def test_the_snippet_runs_and_plays_one_turn(original, capsys, monkeypatch):
     "flags",
     [
         "--recipe tiny",
-        "--recipe tiny --beta 0 --loss-type dapo --epsilon-high 0.3 --mask-truncated --sapo-tau 0.5 2",
+        "--recipe tiny --beta 0 --loss-type dapo --epsilon-high 0.3 --mask-truncated",
         "--recipe clarify-run4 --num-steps 7 --delta 3 --seed 5 --lora-rank 4",
     ],
 )

@@ -141,7 +141,7 @@ def test_another_run_s_checkpoint_and_changed_settings_are_refused_by_name(tmp_p
         whole(tmp_path, run_id="b")
     with pytest.raises(UsageError, match=r"step-000002 was saved with beta 0.0, config.json says 0.3"):
         whole(tmp_path, config=CONFIG | {"beta": 0.3})
-    assert whole(tmp_path, config=CONFIG | {"resume": "x", "sapo_tau": tuple(CONFIG["sapo_tau"])})[0] == path
+    assert whole(tmp_path, config=CONFIG | {"resume": "x", "report_to": tuple(CONFIG["report_to"])})[0] == path
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -122,8 +122,6 @@ def test_a_truncated_distribution_is_a_caution():
         (["--num-steps", "1e3"], "--num-steps"),
         (["--loss-type", "foo"], "--loss-type"),
         (["--bet", "0.1"], "--bet"),
-        (["--sapo-tau", "0", "1"], "--sapo-tau"),
-        (["--sapo-tau", "nan", "1"], "--sapo-tau"),
         (["--loss-type", "sapo", "--delta", "3"], "--delta 3.0"),
         (["--loss-type", "cispo", "--epsilon", "0.2"], "--epsilon 0.2"),
         (["--loss-type=sapo", "--epsilon=0.1"], "--epsilon 0.1"),

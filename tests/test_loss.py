@@ -67,12 +67,12 @@ def test_cispo_by_hand():
 
 
 def test_sapo_by_hand():
-    config = LossConfig(loss_type="sapo", sapo_tau=(1.0, 2.0))
+    config = LossConfig(loss_type="sapo")
     ratio = vector(1.0, 1.0, 2.0, 2.0)
     old = vector(-3.0, -3.0, -3.0, -3.0)
     loss, grad, _ = run(config, old + ratio.log(), old, vector(1.0, -1.0, 1.0, -1.0))
-    s1, s2 = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # sigmoid(tau * (2 - 1)) for tau 1 and 2
-    assert loss.item() == pytest.approx(-(4 * 0.5) + 2 * 0.5 - 4 * s1 + 2 * s2)
+    s1, s2 = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-1.05))  # sigmoid(tau * (2 - 1)), tau by the sign of A
+    assert loss.item() == pytest.approx(-(4 * 0.5) + 4 / 1.05 * 0.5 - 4 * s1 + 4 / 1.05 * s2)
     # dS/dlogp = 4 * s * (1 - s) * r * A: slope A at r = 1 whatever tau, and less than r * A away from it.
     assert grad.tolist() == pytest.approx([-1.0, 1.0, -8 * s1 * (1 - s1), 8 * s2 * (1 - s2)])
 

@@ -151,8 +151,7 @@ CASES = {
     "gspo": (LossConfig(beta=0.1, loss_type="gspo", epsilon_high=0.01), GSPO | {"epsilon_high": 0.01}),
     # TRL's epsilon_high is the bound itself for cispo.
     "cispo": (LossConfig(beta=0.1, loss_type="cispo", epsilon_high=0.1), {"loss_type": "cispo", "epsilon_high": 1.1}),
-    "sapo": (LossConfig(beta=0.1, loss_type="sapo", sapo_tau=(1.0, 2.0)),
-             {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}),
+    "sapo": (LossConfig(beta=0.1, loss_type="sapo"), {"loss_type": "sapo"}),  # temperatures 1.0 and 1.05 on both sides
     "grpo, beta 0": (LossConfig(beta=0.0), {"loss_type": "grpo"}),
     "grpo, dual clip": (LossConfig(beta=0.1, delta=1.25), {"loss_type": "grpo", "delta": 1.25}),
     "grpo, k3_ratio": (LossConfig(beta=0.1, kl_estimator="k3_ratio"),

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from grpo.config import LossConfig
-from grpo.loss import MAX_LOG_RATIO, clip_range, mismatch_weights
+from grpo.loss import MAX_LOG_RATIO, SAPO_TAU_NEGATIVE, SAPO_TAU_POSITIVE, clip_range, mismatch_weights
 
 # Bits of `TokenStats.clipped`.
 CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 4
@@ -96,8 +96,8 @@ class Objective:
             ratio_low=low,
             ratio_high=high,
             delta=math.inf if config.delta is None else config.delta,
-            tau_positive=config.sapo_tau[0],
-            tau_negative=config.sapo_tau[1],
+            tau_positive=SAPO_TAU_POSITIVE,
+            tau_negative=SAPO_TAU_NEGATIVE,
             beta=config.beta,
             entropy_coef=config.entropy_coef,
             mismatch_cap=config.mismatch_cap,
