@@ -50,11 +50,11 @@ RESAMPLES = 10_000
 # --------------------------------------------------------------------------------------------------------- intervals
 
 
-def bootstrap_interval(values: Sequence[float], clusters: Sequence[Any], level: float = 0.95) -> list[float] | None:
-    """Percentile bootstrap interval of the mean, resampling whole clusters; deterministic.
+def bootstrap_means(values: Sequence[float], clusters: Sequence[Any]) -> np.ndarray | None:
+    """Means of resamples of whole clusters, [RESAMPLES]; deterministic. None where there are fewer than two clusters:
+    nothing can be said about the spread then.
 
-    Scenarios that share a seed share a profile, so they are not independent draws. None where there are fewer than two
-    clusters: nothing can be said about the spread then.
+    Scenarios that share a seed share a profile, so they are not independent draws.
     """
     names = list(dict.fromkeys(clusters))
     if len(names) < 2:
@@ -64,8 +64,13 @@ def bootstrap_interval(values: Sequence[float], clusters: Sequence[Any], level: 
     sums = np.bincount(of, weights=np.asarray(values, dtype=float), minlength=len(names))  # [clusters]
     sizes = np.bincount(of, minlength=len(names))  # [clusters]
     drawn = np.random.default_rng(0).integers(0, len(names), (RESAMPLES, len(names)))
-    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)  # [RESAMPLES]
-    return [float(x) for x in np.quantile(means, [(1 - level) / 2, (1 + level) / 2])]
+    return sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+
+
+def bootstrap_interval(values: Sequence[float], clusters: Sequence[Any], level: float = 0.95) -> list[float] | None:
+    """Percentile bootstrap interval of the mean, resampling whole clusters (`bootstrap_means`)."""
+    means = bootstrap_means(values, clusters)
+    return None if means is None else [float(x) for x in np.quantile(means, [(1 - level) / 2, (1 + level) / 2])]
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.959964) -> list[float] | None:
