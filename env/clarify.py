@@ -14,7 +14,7 @@ from enum import Enum
 
 from env.prompts import brief, first_messages
 from env.tools import InvalidTurn, parse_turn
-from env.user_simulator import answer
+from env.user_simulator import Answer, answer
 from scenarios.schema import Scenario
 
 
@@ -128,6 +128,10 @@ class ClarifyEnv:
         self._update(stop_reason=stop_reason)
         return self.record
 
+    def answer(self, question: str) -> Answer:
+        """What the user says to a question; where a person is the user, that person (`demo.chat`)."""
+        return answer(self.scenario, question)
+
     def _play(self, text: str, truncated: bool) -> str:
         call = parse_turn(text, truncated)
         if isinstance(call, InvalidTurn):
@@ -147,7 +151,7 @@ class ClarifyEnv:
         if len(asked) >= self.scenario.max_questions:
             self._update(stop_reason=StopReason.QUESTION_CAP)
             return ""
-        reply = answer(self.scenario, question)
+        reply = self.answer(question)
         self._update(questions=(*asked, Question(question, reply.text, reply.field)))
         return reply.text
 

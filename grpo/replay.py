@@ -109,18 +109,7 @@ def replay(file: Path, device: str = "cpu", weights: str = "") -> Replayed:
     Raises:
         UsageError: no rollout record; settings of another version; weights that are not there or do not fit.
     """
-    try:
-        record = rollout_record.load(file)
-        step, settings = int(record.about["step"]), replay_settings(record.about["config"], device)
-    except DamagedRecord as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
-    lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]
-    trainer, _ = make_trainer(settings, NoEngine(max(lengths, default=0)))
-    used = load_weights(trainer, file, record, weights)
+    step, record, trainer, used = prepare(file, device, weights)
     probe = Probe(trainer.policy.model)
     losses, broken = {}, None
     try:
@@ -142,6 +131,25 @@ def replay(file: Path, device: str = "cpu", weights: str = "") -> Replayed:
     rows = read_log(file.absolute().parent.parent / "log_history.json")
     logged = next((row for row in rows if row["step"] == step), None)
     return Replayed(step, used, losses, logged, {k: v for k, v in not_finite.items() if v}, broken)
+
+
+def prepare(file: Path, device: str = "cpu", weights: str = "") -> tuple[int, RolloutRecord, Trainer, str]:
+    """A trainer that is where it met the batch in `file`: (step, record, trainer, which weights it has).
+
+    Raises UsageError as `replay` does.
+    """
+    try:
+        record = rollout_record.load(file)
+        step, settings = int(record.about["step"]), replay_settings(record.about["config"], device)
+    except DamagedRecord as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
+    lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]
+    trainer, _ = make_trainer(settings, NoEngine(max(lengths, default=0)))
+    return step, record, trainer, load_weights(trainer, file, record, weights)
 
 
 def replay_settings(values: Mapping[str, Any], device: str) -> Config:
