@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 import tyro
 
 HELD_OUT_SIZE = 250  # scenarios in scenarios/held_out.json; a test compares
@@ -313,6 +312,8 @@ def _recipe_name(args: list[str]) -> str:
     """The recipe is read before the other flags, because it sets their defaults."""
     name = flag_value(args, "recipe") or "auto"
     if name == "auto":
+        import torch  # slow to import, and commands that load no model read this module too
+
         return "clarify-run4" if torch.cuda.is_available() else "tiny"
     if name not in RECIPES:
         raise UsageError(f"--recipe {name}: must be one of auto, {', '.join(RECIPES)}")
