@@ -1,6 +1,7 @@
 """Fixtures of several test files, and the switch that lets Triton kernels run where there is no GPU."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -32,3 +33,22 @@ def folder(tmp_path_factory):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def run_eval(monkeypatch, capsys):
+    """Runs `eval.py ARGS` in this process; returns (exit code, stdout, stderr)."""
+    import eval as eval_script
+    from grpo.console import run_entry
+
+    def run_it(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
+        code = 0
+        try:
+            run_entry(eval_script.main)
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run_it

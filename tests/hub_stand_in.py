@@ -6,9 +6,9 @@ import base64
 import contextlib
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.local_server import Request, Response, listening
 
 TOKEN = "hf_stand_in"
 
@@ -80,39 +80,15 @@ class Hub:
 def serve(hub: Hub) -> Iterator[Hub]:
     """It listens at `hub.url` inside the block."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: Request) -> Response:
+        allowed = request.path.startswith("/storage/") or request.headers.get("authorization") == f"Bearer {TOKEN}"
+        headers = {"content-type": "application/json"}
+        if hub.refuse or not allowed:
+            return Response({"error": "Invalid user token."}, hub.refuse or 401, headers)
+        try:
+            return Response(hub.answer(request.method, request.path, request.body), headers=headers)
+        except KeyError:
+            return Response({}, 404, headers)
 
-        def respond(self):
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            allowed = self.path.startswith("/storage/") or self.headers.get("authorization") == f"Bearer {TOKEN}"
-            status, answer = 200, {}
-            if hub.refuse or not allowed:
-                status, answer = hub.refuse or 401, {"error": "Invalid user token."}
-            else:
-                try:
-                    answer = hub.answer(self.command, self.path, body)
-                except KeyError:
-                    status = 404
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_PUT = respond
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with listening(answer) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

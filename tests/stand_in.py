@@ -1,15 +1,16 @@
-"""A small local server that stands for `vllm serve`: what it answers is a function, and what it was asked is kept."""
+"""A small local server that stands for `vllm serve`, or for another one with an OpenAI API: what it answers is a
+function, and what it was asked is kept."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = dict[str, Any] | bytes | tuple[int, Any] | None
+from tests.local_server import Request, Response, listening
+
+Answer = Response | dict[str, Any] | bytes | tuple[int, Any] | None
 
 
 def completion(ids, finish="stop", prompt_ids=None, **changes) -> dict[str, Any]:
@@ -19,57 +20,48 @@ def completion(ids, finish="stop", prompt_ids=None, **changes) -> dict[str, Any]
     return {"choices": [choice | {"prompt_token_ids": prompt_ids} | changes]}
 
 
-class StandIn:
-    """`complete(body)` answers a completion request: a JSON object, raw bytes, (status, answer), or None to hang up."""
+def chat_answer(content: str | None, finish: str = "stop", tokens: tuple[int, int] | None = (50, 10), **message):
+    """What a chat endpoint answers. `tokens`: of the prompt and of the answer; `message`: further fields of that."""
+    usage = tokens and {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
+    message = {"role": "assistant", "content": content} | message
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage}
 
-    def __init__(self, complete: Callable[[dict[str, Any]], Answer], models: Answer = None):
-        self.complete = complete
+
+class StandIn:
+    """`complete(body)` answers a request at `path`: a JSON object, raw bytes, (status, answer), or None to hang up."""
+
+    def __init__(
+        self,
+        complete: Callable[[dict[str, Any]], Answer],
+        models: Answer = None,
+        path: str = "/v1/completions",
+    ):
+        self.complete, self.path = complete, path
         self.models = {"data": [{"id": "toy", "root": "toy", "max_model_len": 2048}]} if models is None else models
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.url = ""
+
+    def answer(self, request: Request) -> Answer:
+        """What it has for a request."""
+        if request.method == "GET":
+            self.headers.append(request.headers)
+            there = request.path == self.path.replace("chat/", "").replace("completions", "models")
+            return self.models if there else (404, {"detail": "Not Found"})
+        self.bodies.append(json.loads(request.body))
+        return self.complete(self.bodies[-1]) if request.path == self.path else (404, b"")
 
 
 @contextlib.contextmanager
 def serve(stand_in: StandIn) -> Iterator[StandIn]:
     """It listens at `stand_in.url` inside the block."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: Request) -> Response:
+        found = stand_in.answer(request)
+        if isinstance(found, Response):
+            return found
+        status, content = found if isinstance(found, tuple) else (200, found)
+        return Response(content, status, {"retry-after": "0"} if status == 429 else {})
 
-        def do_GET(self):
-            stand_in.headers.append(dict(self.headers))
-            self.answer(stand_in.models if self.path == "/v1/models" else (404, {"detail": "Not Found"}))
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            stand_in.bodies.append(body)
-            self.answer(stand_in.complete(body) if self.path == "/v1/completions" else (404, b""))
-
-        def answer(self, answer: Answer) -> None:
-            status, answer = answer if isinstance(answer, tuple) else (200, answer)
-            if answer is None:
-                self.close_connection = True
-                return
-            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            with contextlib.suppress(OSError):  # the client may have given up
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                if status == 429:
-                    self.send_header("retry-after", "0")
-                self.end_headers()
-                self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    stand_in.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with listening(answer) as stand_in.url:
         yield stand_in
-    finally:
-        server.shutdown()
-        server.server_close()

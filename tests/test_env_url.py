@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import importlib.util
 import json
 import logging
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,19 +14,14 @@ import pytest
 from env.clarify import StopReason
 from env.server import __main__ as server_script
 from grpo.config import Config, RunStopped, UsageError, refuse_changes
-from grpo.console import run_entry
 from grpo.environment import environment, sessions_needed
 from grpo.evaluate import evaluate_policy
 from grpo.metrics import without_times
 from scenarios.generator import held_out
-from tests.env_servers import FOREIGN, ROOT, free_port, in_thread
+from tests.env_servers import FOREIGN, free_port, in_thread
+from tests.local_server import Response, listening
 from tests.test_rollout import ScriptedEngine, StubChat, play
 from tests.test_run import arguments, train_py
-
-spec = importlib.util.spec_from_file_location("eval_script_env_url", ROOT / "eval.py")
-eval_script = importlib.util.module_from_spec(spec)
-sys.modules["eval_script_env_url"] = eval_script  # dataclasses look their module up
-spec.loader.exec_module(eval_script)
 
 needs_openenv = pytest.mark.skipif(
     importlib.util.find_spec("openenv") is None, reason='needs openenv: pip install -e ".[server]"'
@@ -42,22 +35,6 @@ def url():
 
     with in_thread(ServerLimits(max_sessions=60)) as address:
         yield address
-
-
-@pytest.fixture
-def evaluate(monkeypatch, capsys):
-    """Runs `eval.py ARGS`; returns (exit code, stderr)."""
-
-    def run_it(*args: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
-        code = 0
-        try:
-            run_entry(eval_script.main)
-        except SystemExit as stop:
-            code = stop.code
-        return code, capsys.readouterr().err
-
-    return run_it
 
 
 @pytest.fixture
@@ -84,23 +61,23 @@ def played(monkeypatch):
 
 
 @needs_openenv
-def test_evaluations_on_a_server_are_those_in_process(url, evaluate, played, tmp_path):
+def test_evaluations_on_a_server_are_those_in_process(url, run_eval, played, tmp_path):
     for model in ("ask-all", "random", "tiny"):
         here, there = tmp_path / f"{model}.here.json", tmp_path / f"{model}.there.json"
-        assert evaluate("--model", model, "--limit", 15, "--output", here)[0] == 0
-        code, err = evaluate("--model", model, "--limit", 15, "--output", there, "--env-url", url)
+        assert run_eval("--model", model, "--limit", 15, "--output", here)[0] == 0
+        code, _, err = run_eval("--model", model, "--limit", 15, "--output", there, "--env-url", url)
         assert code == 0, err
         assert json.loads(here.read_text()) == json.loads(there.read_text())
     assert len(played) == 3 * 15
 
 
 @needs_openenv
-def test_foreign_scenarios_are_played_on_a_server_too(url, evaluate, tmp_path):
+def test_foreign_scenarios_are_played_on_a_server_too(url, run_eval, tmp_path):
     file, reports = tmp_path / "mine.json", []
     file.write_text(json.dumps([FOREIGN.model_dump(mode="json")]))
     for extra in ([], ["--env-url", url]):
         output = tmp_path / f"{len(extra)}.json"
-        assert evaluate("--model", "ask-all", "--scenarios", file, "--output", output, *extra)[0] == 0
+        assert run_eval("--model", "ask-all", "--scenarios", file, "--output", output, *extra)[0] == 0
         reports.append(json.loads(output.read_text()))
     assert reports[0] == reports[1] and reports[0]["avg_score"] > 0.5
 
@@ -219,16 +196,16 @@ def one_line(err, *words):
 
 
 @needs_openenv
-def test_no_server_is_one_line_and_nothing_is_written(evaluate, tmp_path, capsys):
+def test_no_server_is_one_line_and_nothing_is_written(run_eval, tmp_path, capsys):
     url = f"http://127.0.0.1:{free_port()}"
     for model in ("ask-all", "tiny"):
-        code, err = evaluate("--model", model, "--env-url", url, "--output", tmp_path / "out.json")
+        code, _, err = run_eval("--model", model, "--env-url", url, "--output", tmp_path / "out.json")
         assert code == 2
         one_line(err, f"--env-url {url}: no server answers there", "refused", "python -m env.server")
     assert train_py(arguments("tiny", tmp_path / "run", env_url=url)) == 2
     one_line(capsys.readouterr().err, f"--env-url {url}: no server answers there")
     for bad in ("127.0.0.1:8000", "ws://x:1", "http://", "http://[", "nonsense"):
-        code, err = evaluate("--model", "ask-all", "--env-url", bad)
+        code, _, err = run_eval("--model", "ask-all", "--env-url", bad)
         assert code == 2
         one_line(err, f"--env-url {bad}: must be an address like http://127.0.0.1:8000")
     assert not list(tmp_path.iterdir())
@@ -242,26 +219,15 @@ def test_another_server_another_version_and_too_few_sessions(url):
         "what answers there": b"<html>",
     }
     for words, body in answers.items():
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self, body=body):
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
-            threading.Thread(target=other.handle_request, daemon=True).start()
+        with listening(lambda request, body=body: Response(body)) as other:
             with pytest.raises(UsageError, match=words):
-                environment(f"http://127.0.0.1:{other.server_port}")
+                environment(other)
     with pytest.raises(UsageError, match="takes on 60 sessions, 61 are needed at once; .* --max-sessions 61"):
         environment(url, 61)
 
 
-def test_a_missing_package_is_named_with_its_install_command(without_openenv, evaluate, capsys, tmp_path):
-    code, err = evaluate("--model", "ask-all", "--env-url", "http://127.0.0.1:1")
+def test_a_missing_package_is_named_with_its_install_command(without_openenv, run_eval, capsys, tmp_path):
+    code, _, err = run_eval("--model", "ask-all", "--env-url", "http://127.0.0.1:1")
     assert code == 2
     one_line(err, "--env-url: the package openenv is missing", 'pip install -e ".[server]"')
     assert train_py(arguments("tiny", tmp_path / "run", env_url="http://127.0.0.1:1")) == 2
@@ -283,7 +249,7 @@ def test_bad_flags_of_the_server(capsys, url):
         one_line(capsys.readouterr().err, f"env.server: {flag}" if flag != "--port" else "--port", words)
 
 
-def test_compare_plays_nothing(evaluate, tmp_path):
-    code, err = evaluate("--compare", tmp_path / "a.json", tmp_path / "b.json", "--env-url", "http://127.0.0.1:1")
+def test_compare_plays_nothing(run_eval, tmp_path):
+    code, _, err = run_eval("--compare", tmp_path / "a.json", tmp_path / "b.json", "--env-url", "http://127.0.0.1:1")
     assert code == 2
     one_line(err, "--env-url: nothing is evaluated with --compare")

@@ -1,6 +1,5 @@
 """`python eval.py`: what it accepts, what it writes, and how it says no."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,15 +9,11 @@ from pathlib import Path
 import pytest
 import toy
 
+import eval as eval_script
 from env.families import FAMILIES
 from grpo.config import Config
-from grpo.console import run_entry
 
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("eval_script", ROOT / "eval.py")
-eval_script = importlib.util.module_from_spec(spec)
-sys.modules["eval_script"] = eval_script  # dataclasses look their module up
-spec.loader.exec_module(eval_script)
 
 PUBLISHED = [
     {
@@ -33,32 +28,15 @@ PUBLISHED = [
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs `eval.py ARGS`; returns (exit code, stdout, stderr)."""
-
-    def run_it(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, args)])
-        code = 0
-        try:
-            run_entry(eval_script.main)
-        except SystemExit as stop:
-            code = stop.code
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run_it
-
-
-@pytest.fixture
 def published(tmp_path) -> Path:
     path = tmp_path / "published.json"
     path.write_text(json.dumps(PUBLISHED))
     return path
 
 
-def test_report_as_table_and_as_json(run, tmp_path):
+def test_report_as_table_and_as_json(run_eval, tmp_path):
     output = tmp_path / "ask.json"
-    code, out, _ = run("--model", "ask-all", "--limit", 10, "--output", output)
+    code, out, _ = run_eval("--model", "ask-all", "--limit", 10, "--output", output)
     assert code == 0 and str(output) in out and all(family in out for family in FAMILIES)
     report = json.loads(output.read_text(), parse_constant=pytest.fail)
     assert (report["model"], report["n"], report["rubric"]) == ("ask-all", 10, "card")
@@ -69,54 +47,54 @@ def test_report_as_table_and_as_json(run, tmp_path):
     assert f"{report['avg_score']:.3f}" in out
 
 
-def test_defaults_are_fifty_scenarios_ten_per_family(run, tmp_path):
-    run("--model", "guess", "--output", tmp_path / "a.json")
+def test_defaults_are_fifty_scenarios_ten_per_family(run_eval, tmp_path):
+    run_eval("--model", "guess", "--output", tmp_path / "a.json")
     families = json.loads((tmp_path / "a.json").read_text())["families"]
     assert {family: row["n"] for family, row in families.items()} == dict.fromkeys(FAMILIES, 10)
-    run("--model", "guess", "--full", "--output", tmp_path / "b.json")
+    run_eval("--model", "guess", "--full", "--output", tmp_path / "b.json")
     assert json.loads((tmp_path / "b.json").read_text())["n"] == 250
 
 
-def test_published_schema_is_playable_and_fair(run, tmp_path, published):
-    code, _, _ = run("--model", "ask-all", "--scenarios", published, "--output", tmp_path / "out.json")
+def test_published_schema_is_playable_and_fair(run_eval, tmp_path, published):
+    code, _, _ = run_eval("--model", "ask-all", "--scenarios", published, "--output", tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
     assert code == 0 and report["n"] == 6 and report["scenarios"]["file"] == "published.json"
     assert report["families"]["coding"]["n"] == 6 and report["families"]["medical_intake"]["n"] == 0
     assert report["format_pass_rate"] == 1  # an honest plan passes although the file requires fields nobody has
-    run("--model", "ask-all", "--scenarios", published, "--limit", 3, "--output", tmp_path / "three.json")
+    run_eval("--model", "ask-all", "--scenarios", published, "--limit", 3, "--output", tmp_path / "three.json")
     rows = json.loads((tmp_path / "three.json").read_text())["episodes"]
     assert sorted(row["task_id"] for row in rows) == ["easy", "hard", "medium"]
 
 
-def test_rubric_decides_what_is_averaged(run, tmp_path):
+def test_rubric_decides_what_is_averaged(run_eval, tmp_path):
     for rubric in ("card", "gated"):
-        run("--model", "ask-all", "--rubric", rubric, "--limit", 10, "--output", tmp_path / f"{rubric}.json")
+        run_eval("--model", "ask-all", "--rubric", rubric, "--limit", 10, "--output", tmp_path / f"{rubric}.json")
     card, gated = (json.loads((tmp_path / f"{rubric}.json").read_text()) for rubric in ("card", "gated"))
     assert card["avg_score"] != gated["avg_score"]
     assert card["avg_score"] == card["rubrics"]["card"]["avg_score"] == gated["rubrics"]["card"]["avg_score"]
     assert gated["avg_score"] == gated["rubrics"]["gated"]["avg_score"]
 
 
-def test_compare_prints_changes_and_draws_them(run, tmp_path, monkeypatch):
+def test_compare_prints_changes_and_draws_them(run_eval, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # tables wrap at the width that a terminal announces
     for model in ("guess", "random", "ask-all"):
-        run("--model", model, "--limit", 20, "--output", tmp_path / f"{model}.json")
+        run_eval("--model", model, "--limit", 20, "--output", tmp_path / f"{model}.json")
     files = [tmp_path / f"{model}.json" for model in ("guess", "random", "ask-all")]
-    code, out, _ = run("--compare", *files)
+    code, out, _ = run_eval("--compare", *files)
     means = [json.loads(path.read_text())["avg_score"] for path in files]
     assert code == 0 and f"{means[2] - means[0]:+.3f} [" in out and f"{means[1] - means[0]:+.3f} [" in out
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert run("--compare", *files[:2], "--plot", tmp_path / "my.png")[0] == 0 and (tmp_path / "my.png").exists()
-    code, _, err = run("--compare", *files[:2], "--plot", tmp_path / "my.png")
+    assert run_eval("--compare", *files[:2], "--plot", tmp_path / "my.png")[0] == 0 and (tmp_path / "my.png").exists()
+    code, _, err = run_eval("--compare", *files[:2], "--plot", tmp_path / "my.png")
     assert code == 2 and "my.png: exists" in err
 
 
-def test_a_model_folder_is_played_and_reported_greedy_too(run, tmp_path):
+def test_a_model_folder_is_played_and_reported_greedy_too(run_eval, tmp_path):
     tokenizer = toy.make_tokenizer()
     toy.make_model(tokenizer).save_pretrained(tmp_path / "toy")
     tokenizer.save_pretrained(tmp_path / "toy")
     options = ["--model", tmp_path / "toy", "--limit", 2, "--max-completion-len", 12, "--also-greedy"]
-    code, out, err = run(*options, "--output", tmp_path / "toy.json")
+    code, out, err = run_eval(*options, "--output", tmp_path / "toy.json")
     assert code == 0, err
     report = json.loads((tmp_path / "toy.json").read_text())
     assert (report["n"], report["temperature"], report["greedy"]["temperature"]) == (2, 0.7, 0.0)
@@ -132,12 +110,12 @@ def test_a_run_is_evaluated_with_its_own_episode_length(tmp_path):
     assert eval_script.default_length("tiny") == 320 and eval_script.default_length("Qwen/Qwen3-0.6B") == 768
 
 
-def test_an_existing_output_is_kept_unless_asked(run, tmp_path):
+def test_an_existing_output_is_kept_unless_asked(run_eval, tmp_path):
     output = tmp_path / "out.json"
     output.write_text("precious")
-    code, _, err = run("--model", "guess", "--limit", 5, "--output", output)
+    code, _, err = run_eval("--model", "guess", "--limit", 5, "--output", output)
     assert code == 2 and "out.json: exists" in err and output.read_text() == "precious"
-    assert run("--model", "guess", "--limit", 5, "--output", output, "--overwrite")[0] == 0
+    assert run_eval("--model", "guess", "--limit", 5, "--output", output, "--overwrite")[0] == 0
     assert json.loads(output.read_text())["n"] == 5
 
 
@@ -173,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, message):
+def test_bad_input_is_one_line_and_code_2(run_eval, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     Path("good.json").write_text(json.dumps(PUBLISHED))
     Path("text.json").write_text("not json at all")
@@ -184,15 +162,15 @@ def test_bad_input_is_one_line_and_code_2(run, tmp_path, monkeypatch, args, mess
     Path("old/comparison.png").write_text("precious")
     Path("old/b.json").write_text("[]")
     before = sorted(Path(".").iterdir())
-    code, out, err = run("--model", "guess", *args)
+    code, out, err = run_eval("--model", "guess", *args)
     assert code == 2 and re.search(message, err), err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert out == "" and sorted(Path(".").iterdir()) == before
 
 
 @pytest.mark.parametrize("args", [["--modle", "tiny"], ["--rubric", "star"], ["--limit", "many"], ["--engine", "jax"]])
-def test_flags_that_do_not_parse_are_one_line_and_code_2(run, args):
-    code, out, err = run(*args)
+def test_flags_that_do_not_parse_are_one_line_and_code_2(run_eval, args):
+    code, out, err = run_eval(*args)
     assert code == 2 and out == "" and args[0] in err and err.count("\n") == 1
 
 

@@ -11,23 +11,25 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import toy
-from stand_in import StandIn, completion, serve
 
 from env.clarify import StopReason
 from grpo import config
 from grpo.chat import ChatTokens
 from grpo.config import UsageError
+from grpo.endpoint import RETRIES, Server
 from grpo.engines import TurnRequest
-from grpo.engines.server_engine import RETRIES, Server, ServerEngine, connect
+from grpo.engines.server_engine import ServerEngine, connect
 from grpo.rollout import rollout
 from grpo.sampling import SamplingConfig
-from tests.test_eval_cli import ROOT, run  # noqa: F401 (a fixture)
+from tests.stand_in import StandIn, completion, serve
 from tests.test_rollout import EOS, SCENARIO, ScriptedEngine, StubChat, StubEnv, play, two_turns
 
 WAIT = 20  # seconds until something that never comes counts as that
+ROOT = Path(__file__).parent.parent
 AT_ONCE = RETRIES.new(backoff_factor=0, backoff_jitter=0)
 
 
@@ -405,16 +407,16 @@ def test_addresses_and_keys(chat, monkeypatch):
         Server(server.url).get("/v1/models")
         monkeypatch.setenv("VLLM_API_KEY", "abc")
         Server(server.url).get("/v1/models")
-    assert [{k.lower(): v for k, v in h.items()}.get("authorization") for h in server.headers] == [None, "Bearer abc"]
+    assert [headers.get("authorization") for headers in server.headers] == [None, "Bearer abc"]
 
 
 # -------------------------------------------------------------------------------------------------------- the commands
 
 
-def test_eval_of_a_served_model(run, chat, folder, tmp_path):  # noqa: F811
+def test_eval_of_a_served_model(run_eval, chat, folder, tmp_path):
     models = card(id="anything", root=str(folder))
     with serve(ToyServer(chat, models=models | {"data": [models["data"][0] | {"max_model_len": 4096}]})) as server:
-        code, out, err = run(
+        code, out, err = run_eval(
             "--model", folder, "--vllm-url", server.url + "/v1", "--limit", 2, "--also-greedy",
             "--output", tmp_path / "served.json",
         )  # fmt: skip
@@ -437,9 +439,9 @@ BAD_FLAGS = {
 
 
 @pytest.mark.parametrize("message", BAD_FLAGS)
-def test_eval_refuses_in_one_line(run, tmp_path, message):  # noqa: F811
+def test_eval_refuses_in_one_line(run_eval, tmp_path, message):
     arguments = ["--vllm-url", "http://127.0.0.1:9", *BAD_FLAGS[message]]
-    code, out, err = run(*arguments, *([] if "--compare" in arguments else ["--output", tmp_path / "x.json"]))
+    code, out, err = run_eval(*arguments, *([] if "--compare" in arguments else ["--output", tmp_path / "x.json"]))
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -456,8 +458,9 @@ def test_training_through_a_server_is_refused():
 
 CTRL_C = """
 import os, signal, sys, threading
+from grpo.endpoint import Server
 from grpo.engines import TurnRequest
-from grpo.engines.server_engine import Server, ServerEngine
+from grpo.engines.server_engine import ServerEngine
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 engine = ServerEngine(Server(sys.argv[1]), "toy", {5}, 100)

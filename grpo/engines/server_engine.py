@@ -14,108 +14,18 @@ from: `vllm serve` gives those at temperature 1 unless told otherwise (`--logpro
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import threading
-from collections import deque
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
-import urllib3
-from urllib3.util import Retry, Timeout, parse_url
-
 from grpo.chat import ChatTokens
-from grpo.config import UsageError
+from grpo.endpoint import InFlight, Server
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig, random_stream
 
-LOOK_UP_SECONDS = 0.5
-"""A wait for answers is that long at most: Ctrl-C must not find a process that only a lock can wake."""
-READ_TIMEOUT = 600.0
-"""Seconds until a request counts as lost: a long turn, behind other turns, on a slow machine, ends in this time."""
-RETRIES = Retry(
-    total=5,
-    read=2,  # each may have cost READ_TIMEOUT
-    allowed_methods=None,  # POST too: a repeated completion is the same work, with the same seed
-    status_forcelist=(408, 429, 500, 502, 503, 504),
-    backoff_factor=0.5,  # 0, 1, 2, 4, 8 seconds, or what Retry-After says
-    backoff_jitter=0.5,
-    retry_after_max=60,
-    redirect=0,
-    raise_on_status=False,
-)
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this without a word
-KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
-
-# It warns of every retry, in each thread; what remains after the last one is reported in one line.
-logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-
-
-class Server:
-    """An address that speaks the OpenAI API. Whatever goes wrong there is a UsageError of one line that names it.
-
-    Args:
-        url: `http://host:port`, with or without `/v1`.
-        timeout: seconds for one answer.
-        retries: of requests after the first contact, which is not repeated.
-        connections: kept open, so at most so many requests at once are fast.
-
-    Where the server wants a key (`--api-key`), it is read from the environment variable `VLLM_API_KEY`.
-    """
-
-    def __init__(self, url: str, timeout: float = READ_TIMEOUT, retries: Retry = RETRIES, connections: int = 64):
-        try:
-            parsed = parse_url(url.strip())
-        except urllib3.exceptions.LocationParseError:
-            parsed = None
-        if not parsed or parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-            raise UsageError(f"--vllm-url {url}: must be an address such as http://localhost:8000")
-        # Without what may stand before the host: names and passwords belong into no message.
-        netloc = parsed.host if parsed.port is None else f"{parsed.host}:{parsed.port}"
-        self.url = f"{parsed.scheme}://{netloc}{(parsed.path or '').rstrip('/').removesuffix('/v1')}"
-        self.retries, self.timeout = retries, timeout
-        headers = urllib3.make_headers(basic_auth=parsed.auth)
-        if os.environ.get(KEY_VARIABLE):
-            headers["authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
-        self._pool = urllib3.PoolManager(maxsize=connections, headers=headers)
-
-    def get(self, path: str) -> dict[str, Any]:
-        """First contact: one try."""
-        return self._call("GET", path, None, self.retries.new(total=0))
-
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that comes back for the JSON object `body`. Safe to call from several threads."""
-        return self._call("POST", path, body, self.retries)
-
-    def error(self, text: str) -> UsageError:
-        """To be raised: one line that says whose fault it is."""
-        return UsageError(f"--vllm-url {self.url}: {text}")
-
-    def _call(self, method: str, path: str, body: Any, retries: Retry) -> dict[str, Any]:
-        timeout = Timeout(connect=10, read=self.timeout)
-        try:
-            response = self._pool.request(method, self.url + path, json=body, timeout=timeout, retries=retries)
-        except urllib3.exceptions.HTTPError as error:
-            raise self.error(self._reason(error)) from error
-        if response.status != 200:
-            raise self.error(f"{method} {path} was answered with {response.status}, {_excerpt(response)}")
-        try:
-            document = response.json()
-        except ValueError as error:
-            raise self.error(f"{method} {path} was answered with no JSON: {_excerpt(response)}") from error
-        if not isinstance(document, dict):
-            raise self.error(f"{method} {path} was answered with no JSON object: {_excerpt(response)}")
-        return document
-
-    def _reason(self, error: Exception) -> str:
-        cause = getattr(error, "reason", None) or error
-        if isinstance(cause, urllib3.exceptions.ReadTimeoutError):
-            return f"no answer within {self.timeout:g} s"
-        text = str(cause).split("Failed to establish a new connection: ")[-1]
-        return f"cannot be reached ({text}); start it with `vllm serve MODEL`"
 
 
 class ServerEngine:
@@ -176,9 +86,7 @@ class ServerEngine:
             raise self.server.error(f"{given} would be raised by vLLM; give 0 or at least {MIN_TEMPERATURE:g}")
         self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
         self._episodes: dict[Key, bool] = {}  # live ones -> whether a turn of theirs is being sampled
-        self._waiting: deque[TurnRequest] = deque()
-        self._in_flight = 0
-        self._answers: SimpleQueue[tuple[Key, TurnOutput | Exception]] = SimpleQueue()
+        self._calls = InFlight(self.concurrency)
 
     @property
     def num_active(self) -> int:
@@ -191,46 +99,27 @@ class ServerEngine:
         if self._episodes.get(request.key):
             raise ValueError(f"turn {request.turn} of episode {request.key}: its previous turn is still being sampled")
         self._episodes[request.key] = True
-        self._waiting.append(request)
-        self._send()
+        self._calls.submit(request.key, partial(self._complete, request, self._body(request)))
 
     def step(self) -> list[TurnOutput]:
         """Wait until a turn ends; return all that have ended by then."""
         outputs: list[TurnOutput] = []
-        while self._in_flight and (not outputs or not self._answers.empty()):
-            try:
-                key, answer = self._answers.get(timeout=LOOK_UP_SECONDS)
-            except Empty:
-                continue
-            self._in_flight -= 1
-            if isinstance(answer, Exception):
-                raise answer
-            if key in self._episodes:  # else released meanwhile
-                self._episodes[key] = False
-                outputs.append(answer)
-            self._send()
+        while not outputs and (ended := self._calls.ended()):
+            for key, answer in ended:
+                if isinstance(answer, Exception):
+                    raise answer
+                if key in self._episodes:  # else released meanwhile
+                    self._episodes[key] = False
+                    outputs.append(answer)
         return outputs
 
     def release(self, key: Key) -> None:
         """The episode is over. A turn of it that still waits is not sent any more."""
         self._episodes.pop(key, None)
-        self._waiting = deque(request for request in self._waiting if request.key != key)
+        self._calls.cancel(key)
 
-    def _send(self) -> None:
-        # Daemons, because Ctrl-C must not wait for answers.
-        while self._waiting and self._in_flight < self.concurrency:
-            request = self._waiting.popleft()
-            arguments = (request, self._body(request), self._answers)
-            threading.Thread(target=self._complete, args=arguments, daemon=True).start()
-            self._in_flight += 1
-
-    def _complete(self, request: TurnRequest, body: dict[str, Any], answers: SimpleQueue) -> None:
-        """In a thread: the turn, or what went wrong with it, into `answers`."""
-        try:
-            answer: TurnOutput | Exception = self._output(request, self.server.post("/v1/completions", body))
-        except Exception as error:  # noqa: BLE001 (raised again by `step`)
-            answer = error
-        answers.put((request.key, answer))
+    def _complete(self, request: TurnRequest, body: dict[str, Any]) -> TurnOutput:
+        return self._output(request, self.server.post("/v1/completions", body))
 
     def _body(self, request: TurnRequest) -> dict[str, Any]:
         stream = random_stream(self._seed, self._step, *request.key, request.turn)
@@ -359,14 +248,3 @@ def _names(card: Mapping[str, Any]) -> set[str]:
 def _path(name: str | Path) -> str:
     """The same folder under different names; a hub id becomes a path that is nobody's."""
     return str(Path(name).resolve())
-
-
-def _excerpt(response: urllib3.BaseHTTPResponse) -> str:
-    """The beginning of an answer, or the message in it, in one line."""
-    text = response.data.decode(errors="replace")
-    try:
-        text = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        pass
-    text = " ".join(str(text).split())[:200] or "an empty body"
-    return text + (f" (a key is read from {KEY_VARIABLE})" if response.status in (401, 403) else "")
