@@ -66,6 +66,8 @@ setup(
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
         "vllm": ["vllm==0.32.*"],
         "lora": ["peft>=0.17"],
+        # --optimizer adamw8bit: the version that the tests have seen, and later ones.
+        "adamw8bit": ["bitsandbytes>=0.50"],
         # --report-to: the versions that the tests have seen, and later ones.
         "wandb": ["wandb>=0.31"],
         "trackio": ["trackio>=0.43"],

@@ -28,6 +28,7 @@ from scenarios.generator import held_out
 DATASET = "clarify-grpo/held-out"
 LICENCES = {name: "apache-2.0" for name in ("tiny", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B")}
 """Of the bases whose licence is known here; the card of any other leaves it to the person who publishes."""
+OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW with moments in 8 bits"}
 PRIVATE = ("output_dir", "resume", "report_to", "env_url", "save_every", "keep_checkpoints")
 """Knobs that say where things are, and change no result: not in a card."""
 RATES = {
@@ -232,7 +233,8 @@ def training_section(run: Run) -> str:
         "loss": f"`{loss.loss_type}`, beta {anchor}",
         "steps": f"{len(rows)} of {rollout.prompts_per_step} scenarios x {rollout.num_generations} episodes, up to "
         f"{rollout.max_completion_len} tokens each",
-        "learning rate": f"{settings.optim.learning_rate:g}, {settings.optim.lr_schedule}, AdamW",
+        "learning rate": f"{settings.optim.learning_rate:g}, {settings.optim.lr_schedule}, "
+        + OPTIMIZERS[settings.optim.optimizer],
         "seed": str(settings.run.seed),
     }
     if rows:

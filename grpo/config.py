@@ -105,6 +105,8 @@ class LossConfig:
 class OptimConfig:
     num_steps: int = 300
     """Optimiser steps of rollout batches."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit: moments in 8 bits, by bitsandbytes (`pip install -e ".[adamw8bit]"`); weights stay float32."""
     learning_rate: float = 1e-4
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"

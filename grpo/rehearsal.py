@@ -20,6 +20,7 @@ from grpo.config import UsageError
 from grpo.data_types import Episode, Turn
 from grpo.engines import TurnRequest
 from grpo.head import policy_loss
+from grpo.optimizer import MOMENT_BYTES
 from grpo.trainer import Trainer
 from scenarios.schema import Scenario
 
@@ -107,10 +108,9 @@ def heaviest_update(trainer: Trainer, episodes: Sequence[Episode]) -> None:
     if trainer.reference is not None:
         references = trainer.reference.logprobs(episodes, config.rollout.temperature, config.optim.microbatch_tokens)
     moments = [
-        torch.empty_like(p)
+        p.new_empty(p.numel() * MOMENT_BYTES[config.optim.optimizer], dtype=torch.uint8)
         for p in policy.model.parameters()
         if p.requires_grad and p not in trainer.optimizer.state
-        for _ in range(2)
     ]
     for batch in batches:
         batch = batch.to(policy.device)

@@ -22,6 +22,7 @@ from grpo.invariants import BrokenInvariant, Witness, all_finite, audit_batches,
 from grpo.loss import kl_reward_penalty
 from grpo.machine import give_back_memory
 from grpo.model import Policy
+from grpo.optimizer import make_optimizer
 from grpo.reference import Reference
 from grpo.rollout import rollout
 from grpo.schedule import learning_rate
@@ -76,7 +77,7 @@ class Trainer:
             raise ValueError(f"beta is {config.loss.beta} but reference is {reference}")
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
         self.packing, self.env_factory = packing, env_factory
-        self.optimizer = make_optimizer(policy, config)
+        self.optimizer = make_optimizer(policy.model.parameters(), config.optim.optimizer, config.optim.learning_rate)
         self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
     def step(
@@ -293,14 +294,6 @@ def position(config: Config, step: int) -> dict[str, object]:
         "next_scenario": step * (1 + config.rollout.dynamic_sampling) * config.rollout.prompts_per_step,
         "learning_rate": learning_rate(step, config.optim),
     }
-
-
-def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW, fused. No weight decay: it pulls towards zero, away from the base, whose anchor is `beta`."""
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        parameters, lr=config.optim.learning_rate, betas=(0.9, 0.999), weight_decay=0.0, fused=True
-    )
 
 
 # The loss's metrics (see `grpo_loss`) -> their names in the log.

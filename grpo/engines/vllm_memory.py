@@ -1,9 +1,9 @@
 """How much of a card vLLM gets beside the trainer: pure arithmetic on bytes, before anything is allocated.
 
 N parameters cost the trainer 4 N bytes in float32, and 12 bytes more for each one that is trained: its gradient and two
-moments of AdamW. The reference costs 4 N more, unless it is the base under LoRA adapters. What an update needs on top
-is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in its own type and a
-KV cache.
+moments of AdamW (6 with `adamw8bit`). The reference costs 4 N more, unless it is the base under LoRA adapters. What an
+update needs on top is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in
+its own type and a KV cache.
 
     rollout   trainer's weights, gradients, moments | reference | vLLM: weights, KV cache, working memory
     update    the same                              | reference | activations of the largest microbatch
@@ -25,6 +25,7 @@ import torch
 
 from grpo.config import Config, UsageError
 from grpo.model import Policy
+from grpo.optimizer import MOMENT_BYTES
 
 GIB = 2**30
 BLOCK = 32  # tokens; KV caches are handed out in blocks
@@ -106,6 +107,7 @@ def make_plan(
         episodes=episodes,
         update_tokens=min(unique, settings.optim.microbatch_tokens),
         trained=policy.num_trained if training else 0,
+        moments=MOMENT_BYTES[settings.optim.optimizer],
         reference=settings.loss.beta > 0 and not adapters,
         checkpointing=settings.model.gradient_checkpointing,
         gpu_memory=rollout.gpu_memory,
@@ -129,6 +131,7 @@ def gpu_plan(
     update_tokens: int,
     trained: int,
     reference: bool,
+    moments: int = 8,
     checkpointing: bool = False,
     gpu_memory: float = 0.0,
 ) -> MemoryPlan:
@@ -141,13 +144,14 @@ def gpu_plan(
         episodes: that run at once.
         update_tokens: of the largest microbatch.
         trained: parameters that are trained; 0 where none is, so that there are no updates.
+        moments: bytes of the optimiser's moments for each of those.
         reference: is a second, frozen model on the card?
         gpu_memory: vLLM's share where the user has chosen it, else 0.
 
     Raises:
         UsageError: trainer and sampler cannot fit, whatever the split.
     """
-    trainer = (8 if reference else 4) * size.parameters + 12 * trained
+    trainer = (8 if reference else 4) * size.parameters + (4 + moments) * trained
     update = update_tokens * size.activation_bytes_per_token(checkpointing) if trained else 0
     usable = USABLE * card_bytes
     token = size.kv_bytes_per_token(dtype)
