@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -15,13 +16,14 @@ import tyro
 
 from grpo.advantages import token_weights
 from grpo.batching import Packing, make_microbatches
-from grpo.config import Config, tyro_cli
-from grpo.console import run_entry
+from grpo.config import Config, RolloutConfig, UsageError, tyro_cli
+from grpo.console import run_entry, user_input
 from grpo.head import score
 from grpo.loss import kl_divergence
 from grpo.model import load_policy
 from grpo.rollout import rollout
 from grpo.run import make_chat, make_engine
+from grpo.run_folder import write_json
 from scenarios.generator import held_out
 
 
@@ -35,12 +37,24 @@ class Arguments:
     """What it was trained from."""
     limit: int = 50
     """Held-out scenarios to play."""
+    max_completion_len: int = RolloutConfig.max_completion_len
+    """Tokens of an episode after its first prompt, replies included."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the number as JSON, with what it was measured on, to this file."""
 
 
 @torch.no_grad()
-def divergence(model: str, base: str, limit: int) -> float:
+def divergence(
+    model: str,
+    base: str,
+    limit: int,
+    max_completion_len: int = RolloutConfig.max_completion_len,
+    device: str = "auto",
+) -> float:
     """Mean k3 estimate over the tokens that `model` samples on `limit` held-out scenarios."""
-    settings = Config().with_values({"model": model})
+    settings = Config().with_values({"model": model, "device": device, "max_completion_len": max_completion_len})
     trained, reference = load_policy(settings.model), load_policy(settings.with_values({"model": base}).model)
     chat, scenarios = make_chat(trained), held_out(limit)
     groups = rollout(
@@ -66,7 +80,15 @@ def divergence(model: str, base: str, limit: int) -> float:
 def main() -> None:
     """Print the divergence."""
     args = tyro_cli(Arguments, sys.argv[1:], prog="python -m grpo.divergence")
-    print(f"KL({args.model} || {args.base}) = {divergence(args.model, args.base, args.limit):.4f} nats per token")
+    for name in ("limit", "max_completion_len"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    kl = divergence(args.model, args.base, args.limit, args.max_completion_len, args.device)
+    print(f"KL({args.model} || {args.base}) = {kl:.4f} nats per token")
+    if args.output:
+        measured_on = {"limit": args.limit, "max_completion_len": args.max_completion_len}
+        with user_input(f"--output {args.output}"):
+            write_json(args.output, {"model": args.model, "base": args.base, "kl": kl} | measured_on)
 
 
 if __name__ == "__main__":
