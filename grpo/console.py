@@ -142,26 +142,29 @@ def status_line(row: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def episode_progress(label: str, total: int) -> Iterator[Callable[[int, int], None]]:
+def episode_progress(label: str, total: int, before: int = 0) -> Iterator[Callable[[int, int], None]]:
     """Progress of an evaluation: yields the function that `rollout` calls with (episodes that ended, all episodes).
+
+    `before` of them had ended before it began, and say nothing of how long the others take.
 
     Without a terminal: one line at the start, then one at most every ten seconds, and one at the end.
     """
     console = make_console()
     if console.is_terminal:
         with _progress_bar(console, eta=True, transient=True) as bar:
-            task = bar.add_task(escape(label), total=total)
+            task = bar.add_task(escape(label), total=total, completed=before)
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
     start = last = time.monotonic()
-    print(f"{label}: {total} episodes", flush=True)
+    print(f"{label}: {total} {unit}", flush=True)
 
     def show(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if done and (done == total or now - last >= 10):
+        if done and (done == total or now - last >= every):
             last = now
-            left = "" if done == total else f", {duration((now - start) / done * (total - done))} left"
+            each = (now - start) / max(1, done - before)
+            left = "" if done == total else f", {duration(each * (total - done))} left"
             print(f"{label}: {done}/{total} after {duration(now - start)}{left}", flush=True)
 
     yield show

@@ -56,7 +56,7 @@ def find_restart(folder: Path, settings: Config) -> Restart:
     run_folder.require_writable(folder)
     for name in EVALUATIONS:
         if settings.eval.eval_limit and (folder / name).exists():
-            _check_evaluation(folder / name, settings)
+            check_evaluation(folder / name, settings)
     document = run_folder.stored(folder)
     if "run_id" not in document:
         raise UsageError(f"{folder / 'config.json'}: no run_id: of an earlier version, whose checkpoints are not read")
@@ -84,8 +84,8 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _check_evaluation(path: Path, settings: Config) -> None:
-    """That a comparison at the end of the run can use it."""
+def check_evaluation(path: Path, settings: Config) -> None:
+    """That a comparison at the end of the run can use it. Raises UsageError."""
     try:
         report = compare.load_report(path)
     except UsageError as error:
