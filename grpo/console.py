@@ -142,12 +142,14 @@ def status_line(row: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def episode_progress(label: str, total: int, before: int = 0) -> Iterator[Callable[[int, int], None]]:
+def episode_progress(
+    label: str, total: int, before: int = 0, unit: str = "episodes", every: float = 10
+) -> Iterator[Callable[[int, int], None]]:
     """Progress of an evaluation: yields the function that `rollout` calls with (episodes that ended, all episodes).
 
     `before` of them had ended before it began, and say nothing of how long the others take.
 
-    Without a terminal: one line at the start, then one at most every ten seconds, and one at the end.
+    Without a terminal: one line at the start, then one every `every` seconds at most, and one at the end.
     """
     console = make_console()
     if console.is_terminal:
