@@ -9,12 +9,14 @@ either goes on and says so in one line. pip builds in isolation, without torch, 
 """
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 spec = importlib.util.spec_from_file_location("csrc_build", Path(__file__).parent / "kernels" / "csrc" / "build.py")
+assert spec and spec.loader
 csrc_build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(csrc_build)
 
@@ -22,9 +24,13 @@ spec.loader.exec_module(csrc_build)
 class BuildWithKernel(build_py):
     """Before the packages' files are collected, so that a library built here is one of them."""
 
-    def run(self):
+    def run(self) -> None:
         print(csrc_build.build_if_possible())
         super().run()
+
+
+# A banner for each editable installation, about folders named like the package: here they are the package.
+warnings.filterwarnings("ignore", message="Editable installation")
 
 
 setup(
