@@ -39,7 +39,7 @@ setup(
     description="GRPO from scratch in plain PyTorch, training an agent that asks before it acts",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["grpo", "grpo.engines", "grpo.tiny", "grpo_kernels", "env", "env.server", "scenarios"],
+    packages=["grpo", "grpo.engines", "grpo.reproduce", "grpo.tiny", "grpo_kernels", "env", "env.server", "scenarios"],
     package_dir={"grpo_kernels": "kernels/grpo_kernels"},
     py_modules=["train", "eval"],
     cmdclass={"build_py": BuildWithKernel},
