@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, save_file
 
 from grpo.config import UsageError
 from grpo.files import ASIDE, commit_folder, remove_folder, sha256
-from grpo.lora import adapter_weights
+from grpo.lora import load_trained, save_trained
 
 FOLDER = "checkpoints"
 FORMAT = 1
@@ -150,7 +150,7 @@ def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None
     """
     try:
         state = _optimizer_state(checkpoint)
-        _load_weights(checkpoint / MODEL, model)
+        load_trained(model, checkpoint / MODEL)
         optimizer.load_state_dict(state)
     except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -184,29 +184,12 @@ def _write(folder: Path, progress: Progress, model: Any, optimizer: torch.optim.
         for index, values in state["state"].items()
         for name, tensor in values.items()
     }
-    adapters = adapter_weights(model)
-    if adapters:
-        save_file({name: weight.detach().contiguous() for name, weight in adapters.items()}, str(folder / MODEL))
-    else:
-        save_model(model, str(folder / MODEL))
+    save_trained(model, folder / MODEL)
     save_file(tensors, str(folder / OPTIMIZER))
     document = {"format": FORMAT, **progress.__dict__, "param_groups": state["param_groups"]}
     (folder / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
-
-
-def _load_weights(path: Path, model: Any) -> None:
-    device, adapters = str(next(model.parameters()).device), adapter_weights(model)
-    if not adapters:
-        load_model(model, str(path), device=device)
-        return
-    stored = load_file(str(path), device=device)
-    if stored.keys() != adapters.keys():
-        raise ValueError(f"{path.name} holds other tensors than this model's adapters")
-    with torch.no_grad():
-        for name, weight in adapters.items():
-            weight.copy_(stored[name])
 
 
 def _optimizer_state(checkpoint: Path) -> dict[str, Any]:

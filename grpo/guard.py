@@ -1,7 +1,7 @@
 """Between the steps of a run: what goes wrong is said in one line, kept in a file, and ends the run where it stays so.
 
     RUN/dumps/step_00012.json.gz                 the rollout batch (`grpo.rollout_record`), the settings, the reason
-    RUN/dumps/weights_step_00012.safetensors     the weights that met it
+    RUN/dumps/weights_step_00012.safetensors     the weights that met it (LoRA: the adapters')
 
 `python -m grpo.replay RUN/dumps/step_00012.json.gz` trains on that batch again, on a CPU and without an engine. The
 batch of a step is small (some 100 kB); of the weights the newest `--keep-checkpoints` are kept.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_model
 
 from grpo import rollout_record, run_folder
 from grpo.config import Config, RunStopped
@@ -24,6 +23,7 @@ from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.files import ASIDE, sync, sync_folder
 from grpo.invariants import BrokenInvariant, alarms, bad_steps, gap_limit
+from grpo.lora import save_trained
 from grpo.model import Policy
 from grpo.resume import say
 
@@ -91,7 +91,7 @@ class Guard:
         aside = path.with_name(f".{path.name}{ASIDE}")
         dumps.mkdir(parents=True, exist_ok=True)
         try:
-            save_model(self.policy.model, str(aside))
+            save_trained(self.policy.model, aside)
             sync(aside)
             aside.replace(path)
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 from grpo.config import UsageError
 
@@ -65,12 +66,38 @@ def adapter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
+def save_trained(model: torch.nn.Module, path: Path) -> None:
+    """What training changes, as safetensors: all weights, or with adapters those alone."""
+    adapters = adapter_weights(model)
+    if adapters:
+        save_file({name: weight.detach().contiguous() for name, weight in adapters.items()}, str(path))
+    else:
+        save_model(model, str(path))
+
+
+def load_trained(model: torch.nn.Module, path: Path) -> None:
+    """Take over what `save_trained` wrote, in place.
+
+    Raises ValueError where the file holds something else than this model's adapters; RuntimeError, SafetensorError or
+    OSError for what is not this model's weights, not safetensors or not there.
+    """
+    device, adapters = str(next(model.parameters()).device), adapter_weights(model)
+    if not adapters:
+        load_model(model, str(path), device=device)
+        return
+    stored = load_file(str(path), device=device)
+    if stored.keys() != adapters.keys():
+        raise ValueError(f"{path.name} holds other tensors than this model's adapters")
+    with torch.no_grad():
+        for name, weight in adapters.items():
+            weight.copy_(stored[name])
+
+
 def save_adapter(model: torch.nn.Module, folder: Path, base: str) -> None:
     """The adapter as a peft folder: `peft.PeftModel.from_pretrained(base_model, folder)` loads it."""
     import dataclasses
 
     from peft.utils import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, adapter_name="default")

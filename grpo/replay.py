@@ -21,12 +21,12 @@ from typing import Annotated, Any
 import torch
 import tyro
 from safetensors import SafetensorError
-from safetensors.torch import load_model
 
 from grpo import checkpoint, rollout_record, run_folder
 from grpo.config import Config, UsageError, tyro_cli, validate
 from grpo.console import run_entry
 from grpo.invariants import BrokenInvariant
+from grpo.lora import load_trained
 from grpo.metrics import read_log
 from grpo.rollout_record import DamagedRecord, Recorder, RolloutRecord
 from grpo.run import describe_machine, make_trainer
@@ -191,7 +191,7 @@ def _load_file(trainer: Trainer, path: Path) -> str:
         return str(path)
     path = path / checkpoint.MODEL if path.is_dir() else path
     try:
-        load_model(model, str(path), device=str(trainer.policy.device))
+        load_trained(model, path)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path}: not weights of {trainer.policy.name} ({reason}); --weights names others") from error

@@ -169,8 +169,8 @@ def break_at(patch, moment, error):
         return call
 
     for owner, name in (
-        (checkpoint, "save_model"), (checkpoint, "save_file"), (Path, "write_text"), (Path, "mkdir"), (Path, "rename"),
-        (os, "fsync"), (os, "rmdir"), (os, "unlink"), (os, "replace"),
+        (checkpoint, "save_trained"), (checkpoint, "save_file"), (Path, "write_text"), (Path, "mkdir"),
+        (Path, "rename"), (os, "fsync"), (os, "rmdir"), (os, "unlink"), (os, "replace"),
     ):  # fmt: skip
         patch.setattr(owner, name, watched(getattr(owner, name)))
     return calls

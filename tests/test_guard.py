@@ -1,5 +1,6 @@
 """A step that is not finite or breaks an invariant: dumped, said in one line, and in the end it stops the run."""
 
+import itertools
 import json
 import math
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from grpo import checkpoint, guard, rollout, rollout_record, trainer
+from grpo import checkpoint, guard, replay, rollout, rollout_record, trainer
 from grpo.invariants import BrokenInvariant
 from tests.test_run import arguments, train_py
 from tests.test_trainer import make, spread_rewards
@@ -96,6 +97,22 @@ def test_a_dump_holds_what_the_step_was_made_from(folder, tmp_path, poison):
     assert losses["grad_norm"] > 0 and losses["skipped_updates"] == 0
 
 
+def test_with_adapters_a_dump_holds_those_alone(tmp_path, monkeypatch, poison):
+    pytest.importorskip("peft", reason="peft is not installed (the `lora` extra)")
+    monkeypatch.undo()  # on this model the first token is always the same
+    rewards = itertools.count()
+    monkeypatch.setattr(trainer.Trainer, "reward", lambda self, record: float(next(rewards)))
+    poison(2)
+    run = tmp_path / "run"
+    assert train_py(flags("tiny", run, num_steps=2, lora_rank=2, max_completion_len=60, warmup_steps=0)) == 0
+    stored = load_file(run / "dumps" / "weights_step_00002.safetensors")
+    assert stored and all(".lora_" in name for name in stored)
+    assert equal(stored, weights(run / "checkpoints" / "step-000001"))
+    poison()
+    again = replay.replay(run / "dumps" / "step_00002.json.gz")
+    assert again.losses["kl"] > 1e-6 and not again.not_finite  # moved from the base, without the fault
+
+
 def test_a_run_that_only_drops_steps_stops(folder, tmp_path, capsys, poison):
     poison(2, 3, 4)
     run = tmp_path / "run"
@@ -132,7 +149,7 @@ def test_a_dump_that_cannot_be_written_costs_the_dump_alone(folder, tmp_path, ca
         raise OSError(28, "No space left on device")
 
     poison(2)
-    monkeypatch.setattr(guard, "save_model", full)
+    monkeypatch.setattr(guard, "save_trained", full)
     assert train_py(flags(folder, tmp_path / "run", num_steps=3)) == 0
     assert "step 2: update dropped" in (error := capsys.readouterr().err) and "No space left" in error
     assert len(log(tmp_path / "run")) == 3

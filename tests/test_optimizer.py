@@ -133,8 +133,7 @@ class TestEightBits:
         assert taken["adamw8bit"] < 0.27 * taken["adamw"]
 
     def test_a_state_goes_through_a_checkpoint_bit_for_bit(self, tmp_path):
-        model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Linear(128, 3))
-        other = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Linear(128, 3))
+        model, other = (torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Linear(128, 64)) for _ in range(2))
         optimizers = [make_optimizer(each.parameters(), "adamw8bit", 1e-3) for each in (model, other)]
         descend(list(model.parameters()), optimizers[0], steps=3)
         checkpoint.load(save(tmp_path, 3, model, optimizers[0]), other, optimizers[1])
