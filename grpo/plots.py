@@ -140,7 +140,42 @@ def plot_deltas(comparison: Mapping[str, Any], path: str | Path) -> Path:
     return _save(figure, path)
 
 
+def plot_seeds(
+    groups: Mapping[str, Sequence[Rows]],
+    key: str,
+    path: str | Path,
+    title: str,
+    label: str,
+    ends: Mapping[str, Sequence[float]] | None = None,
+) -> Path:
+    """A number of the log for groups of runs, one per seed: moving averages, their mean as a line and their range as a
+    band, up to the last step that all of a group have. Groups without values get no line.
+
+    `ends`: what was measured on each run's final model, as dots behind the last step. A group keeps its colour in every
+    chart, also in `plot_families` and `plot_deltas` where the base comes first.
+    """
+    figure, axes = _figure(title)
+    last = max(row["step"] for runs in groups.values() for rows in runs for row in rows)
+    for colour, (name, runs) in zip(_colours(len(groups), first=1), groups.items(), strict=True):
+        length = min(len(rows) for rows in runs)
+        steps = _series(runs[0][:length], key)[0]
+        curves = np.array([_moving_average(_series(rows[:length], key)[1]) for rows in runs])  # [seeds, steps]
+        if np.isfinite(curves).any():
+            marker = "o" if length < 5 else None
+            axes.plot(steps, curves.mean(axis=0), color=colour, linewidth=2, marker=marker, label=name)
+            axes.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2, linewidth=0)
+        values = (ends or {}).get(name, ())
+        if values:
+            dots = [1.02 * last] * len(values)
+            axes.plot(dots, values, "o", color=colour, markersize=6, label=f"{name}, final models")
+    return _save_steps(figure, axes, path, label)
+
+
 # ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _colours(number: int, first: int = 0) -> list[str]:
+    return [MODEL_COLOURS[(first + i) % len(MODEL_COLOURS)] for i in range(number)]
 
 
 def _figure(title: str, wide: bool = False) -> tuple[Figure, Axes]:
