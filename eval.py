@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
 from grpo.environment import environment
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
+from grpo.sampling import SamplingConfig
 from scenarios.generator import HELD_OUT_FILE, held_out
 from scenarios.schema import Scenario, load_scenarios
 
 if TYPE_CHECKING:  # scripted policies and comparisons need neither
     from grpo.chat import ChatTokens
     from grpo.engines import Engine
+    from grpo.evaluate_api import Kept
 
 File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 Count = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
@@ -66,6 +69,15 @@ class Arguments:
     vllm_url: Address = None
     """Ask a running `vllm serve` (or a server like it) at this address; --model names the model that it serves, whose
     tokenizer is read here. Evaluation only: a server cannot be trained through it."""
+    api_base: Address = None
+    """Ask the OpenAI-compatible chat endpoint at this address; --model names the model there. The key is read from
+    OPENAI_API_KEY. With --output, an evaluation that was stopped goes on where it was."""
+    api_tools: Literal["native", "prompt"] = "native"
+    """With --api-base: send the tools as such, or describe them in the system message."""
+    api_extra: Annotated[str | None, arg(metavar="JSON", help_behavior_hint="")] = None
+    """With --api-base: further fields of each request, such as '{"reasoning_effort": "low"}'."""
+    concurrency: Count = None
+    """With --api-base: episodes played at once. Default: 8."""
     env_url: Address = None
     """Play the episodes on the environment server at this address (`python -m env.server`), not in this process."""
     compare: Annotated[tuple[Path, ...] | None, arg(metavar="FILE FILE ...", help_behavior_hint="")] = None
@@ -86,7 +98,7 @@ def main() -> None:
 
 def check(args: Arguments) -> None:
     """Raises UsageError before anything is loaded or written."""
-    limits = {"limit": args.limit, "max-completion-len": args.max_completion_len}
+    limits = {"limit": args.limit, "max-completion-len": args.max_completion_len, "concurrency": args.concurrency}
     for flag, value in limits.items():
         if value is not None and value < 1:
             raise UsageError(f"--{flag} {value}: must be at least 1")
@@ -100,6 +112,7 @@ def check(args: Arguments) -> None:
         raise UsageError("--plot: needs --compare")
     if args.vllm_url is not None:
         check_served(args)
+    check_endpoint(args)
     if args.env_url is not None and args.compare is not None:
         raise UsageError("--env-url: nothing is evaluated with --compare; leave it out")
     if args.compare is not None:
@@ -115,22 +128,56 @@ def check(args: Arguments) -> None:
         check_writable("plot", plot_of(args), args.overwrite)
     elif args.output is not None:
         check_writable("output", args.output, args.overwrite)
+        if args.api_base is not None:
+            check_writable("output", partial_of(args.output), overwrite=True)
 
 
-def check_served(args: Arguments) -> None:
-    """--vllm-url takes the place of a sampler here. Raises UsageError for flags that would have no effect."""
-    for flag, value in {"engine": args.engine, "device": args.device, "dtype": args.dtype}.items():
+def check_served(args: Arguments, flag: str = "--vllm-url") -> None:
+    """A server takes the place of a sampler here. Raises UsageError for flags that would have no effect."""
+    for name, value in {"engine": args.engine, "device": args.device, "dtype": args.dtype}.items():
         if value != "auto":
-            raise UsageError(f"--{flag} {value}: is the server's choice with --vllm-url; leave it out")
+            raise UsageError(f"--{name} {value}: is the server's choice with {flag}; leave it out")
     if args.compare is not None:
-        raise UsageError("--vllm-url: nothing is evaluated with --compare; leave it out")
+        raise UsageError(f"{flag}: nothing is evaluated with --compare; leave it out")
     if args.model in POLICIES:
-        raise UsageError(f"--vllm-url: {args.model} is a scripted policy; give --model the folder that is served")
+        raise UsageError(f"{flag}: {args.model} is a scripted policy; give --model the model that is served")
+
+
+def check_endpoint(args: Arguments) -> None:
+    """--api-base, and what goes with it. Raises UsageError."""
+    if args.api_base is None:
+        given = {"api-tools": args.api_tools != "native", "api-extra": args.api_extra is not None,
+                 "concurrency": args.concurrency is not None}  # fmt: skip
+        for flag in (flag for flag, there in given.items() if there):
+            raise UsageError(f"--{flag}: needs --api-base")
+        return
+    check_served(args, "--api-base")
+    if args.vllm_url is not None:
+        raise UsageError("--vllm-url: is another way to ask a server than --api-base; give one of them")
+    if args.model == "tiny":
+        raise UsageError("--api-base: give --model too, the name of the model there")
+    extra_fields(args)
+
+
+def extra_fields(args: Arguments) -> dict[str, Any]:
+    """--api-extra, read. Raises UsageError."""
+    try:
+        fields = json.loads(args.api_extra or "{}")
+    except ValueError as error:
+        raise UsageError(f"--api-extra {args.api_extra}: not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"--api-extra {args.api_extra}: must be a JSON object")
+    return fields
 
 
 def plot_of(args: Arguments) -> Path:
     """Where the plot of a comparison goes."""
     return args.plot or args.compare[-1].parent / "comparison.png"
+
+
+def partial_of(output: Path) -> Path:
+    """Where the finished episodes of a served model are kept until the report is written."""
+    return output.with_name(output.name + ".partial")
 
 
 def check_writable(flag: str, path: Path, overwrite: bool) -> None:
@@ -164,22 +211,27 @@ def compare_files(args: Arguments) -> None:
 
 def evaluate(args: Arguments) -> None:
     """Play the scenarios, print the report, write it to --output."""
-    scenarios, source = choose_scenarios(args)
+    (scenarios, source), kept = choose_scenarios(args), None
     if args.model in POLICIES:
         if args.also_greedy:
             raise UsageError(f"--also-greedy: {args.model} is a scripted policy, nothing is sampled")
         report = evaluate_policy(
             args.model, scenarios, rubric=args.rubric or "card", seed=args.seed, env_factory=environment(args.env_url)
         )
+    elif args.api_base is not None:
+        report, kept = evaluate_served(args, scenarios)
     else:
         report = evaluate_sampled(args, scenarios)
     report["scenarios"] |= source
+    if args.output:  # before it is printed: nobody may read that on (`| head`)
+        with user_input(f"--output {args.output}"):
+            run_folder.write_json(args.output, report)
+    if kept is not None:
+        finish(report, kept)
     print_report(report)
     if args.also_greedy:
         print_report(report["greedy"])
     if args.output:
-        with user_input(f"--output {args.output}"):
-            run_folder.write_json(args.output, report)
         print(f"report: {args.output}")
 
 
@@ -219,6 +271,55 @@ def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, An
             env_factory=env_factory,
         )
     return report if args.vllm_url is None else report | {"server": engine.about}
+
+
+def evaluate_served(args: Arguments, scenarios: list[Scenario]) -> tuple[dict[str, Any], Kept]:
+    """The report of a model behind a chat endpoint, and what is kept of it until it is written."""
+    from grpo.chat_api import ChatEndpoint
+    from grpo.evaluate_api import Kept, evaluate_endpoint, settings_of
+
+    concurrency = args.concurrency or 8
+    endpoint = ChatEndpoint(args.api_base, args.model, args.api_tools, extra_fields(args), concurrency)
+    length = args.max_completion_len or default_length(args.model)
+    sampling = SamplingConfig(args.temperature, args.top_p, args.seed)
+    path = None if args.output is None else partial_of(args.output)
+    kept = Kept(path, settings_of(endpoint, scenarios, sampling, length))
+    env_factory = environment(args.env_url, concurrency)
+    if len(kept):
+        print(f"going on: {len(kept)} episodes are kept in {path}", flush=True)
+    total = len(scenarios) * (1 + args.also_greedy)
+    try:
+        with episode_progress(f"evaluating {args.model}", total, len(kept)) as progress:
+            report = evaluate_endpoint(
+                endpoint,
+                scenarios,
+                kept,
+                sampling,
+                max_completion_len=length,
+                rubric=args.rubric or "card",
+                also_greedy=args.also_greedy,
+                progress=progress,
+                concurrency=concurrency,
+                env_factory=env_factory,
+            )
+    except KeyboardInterrupt:
+        print(kept.advice, file=sys.stderr)
+        raise
+    return report, kept
+
+
+def finish(report: dict[str, Any], kept: Kept) -> None:
+    """The report is written: what was kept may go, unless episodes were lost that can be asked for again."""
+    from grpo.evaluate_api import lost_episodes
+
+    lost, again = lost_episodes(report)
+    if lost:
+        reasons = ", ".join(f"{kind}: {number}" for kind, number in lost.items())
+        print(f"warning: {sum(lost.values())} episodes were lost and count as 0 ({reasons})", file=sys.stderr)
+    if not again:
+        kept.remove()
+    elif kept.path is not None:
+        print(f"{kept.advice}, with --overwrite", file=sys.stderr)
 
 
 def own_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple[Engine, ChatTokens]:

@@ -120,10 +120,11 @@ def _group(group: Group) -> dict[str, Any]:
 def _episode(episode: Episode, scenario: Scenario) -> dict[str, Any]:
     values = {field.name: getattr(episode, field.name) for field in dataclasses.fields(Episode)}
     turns = [dataclasses.asdict(turn) for turn in episode.turns]
-    return values | {"turns": turns, "record": _record(episode.record, scenario)}
+    return values | {"turns": turns, "record": record_values(episode.record, scenario)}
 
 
-def _record(record: EpisodeRecord, scenario: Scenario) -> dict[str, Any]:
+def record_values(record: EpisodeRecord, scenario: Scenario) -> dict[str, Any]:
+    """An episode's record as JSON data; `scenario` is known elsewhere."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(EpisodeRecord)}
     values["questions"] = [dataclasses.asdict(question) for question in record.questions]
     # Its scenario is the group's, unless an environment has changed it.
@@ -146,12 +147,13 @@ def _read_episode(values: dict[str, Any], scenario: Scenario) -> Episode:
     if not len(values["completion_ids"]) == len(values["loss_mask"]) == len(values["sampler_logprobs"]):
         raise ValueError("ids, mask and log-probs of an episode differ in length")
     turns = tuple(Turn(**turn) for turn in values["turns"])
-    reason = _read_reason(values["stop_reason"])
-    return Episode(**values | {"turns": turns, "stop_reason": reason, "record": _read_record(values, scenario)})
+    reason, record = _read_reason(values["stop_reason"]), read_record(values["record"], scenario)
+    return Episode(**values | {"turns": turns, "stop_reason": reason, "record": record})
 
 
-def _read_record(episode: dict[str, Any], scenario: Scenario) -> EpisodeRecord:
-    values = dict(episode["record"])
+def read_record(values: Mapping[str, Any], scenario: Scenario) -> EpisodeRecord:
+    """What `record_values` gave. Raises KeyError, TypeError or ValueError."""
+    values = dict(values)
     own = values.pop("scenario", None)
     values["questions"] = tuple(Question(**question) for question in values["questions"])
     values["stop_reason"] = _read_reason(values["stop_reason"])
