@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo import distributed
 from grpo.batching import Packing, make_microbatches
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import Episode, TokenBatch
@@ -55,7 +56,8 @@ class Reference:
         for i in first.values():
             weights[i] = 1.0
         found: dict[int, torch.Tensor] = {}
-        with adapters_off(self.policy.model) if self.adapted else contextlib.nullcontext():
+        off = adapters_off(self.policy.model) if self.adapted else contextlib.nullcontext()
+        with distributed.whole(self.policy.model), off:
             for batch in make_microbatches(episodes, weights, max_tokens=max_tokens, packing=self.packing):
                 batch = self._without_prefix(batch).to(self.policy.device)
                 counts = [episodes[i].num_trained for i in batch.episodes]

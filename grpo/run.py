@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from env.prompts import TOOLS, first_messages
-from grpo import card, checkpoint, compare, config, console, evaluate, plots, resume, run_folder
+from grpo import card, checkpoint, compare, config, console, distributed, evaluate, plots, resume, run_folder
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, UsageError
@@ -170,6 +170,8 @@ def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Traine
     engine = engine or make_engine(settings, policy, chat, held_out(None))
     packing = make_packing(settings, policy, chat, engine.max_context)
     reference = Reference(settings.model, packing, engine.max_context, policy) if settings.loss.beta > 0 else None
+    for sharded in {id(each.model): each for each in (policy, reference and reference.policy) if each}.values():
+        distributed.shard(sharded.model, sharded.device)
     return Trainer(settings, policy, engine, chat, reference, packing, env_factory), kernels
 
 

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from env.clarify import ClarifyEnv, EpisodeRecord
 from env.rubrics import reward
 from grpo import advantages as adv
+from grpo import distributed
 from grpo.batching import Packing, make_microbatches
 from grpo.chat import ChatTokens
 from grpo.config import Config
@@ -95,10 +97,10 @@ class Trainer:
         watch = Stopwatch()
         if groups is None:
             self.give_back_memory()
-            self.engine.wake()
-            watch.lap("sync")
-            groups = self.sample_groups(step)
-            watch.lap("rollout")
+            with distributed.awake(self.engine, self.policy.model):
+                watch.lap("sync")
+                groups = self.sample_groups(step)
+                watch.lap("rollout")
             self.engine.sleep()
             self.give_back_memory()
             watch.lap("sync")
@@ -121,6 +123,8 @@ class Trainer:
         weights = adv.token_weights(
             [e.num_trained for e in episodes], config.loss.loss_type, config.rollout.max_completion_len, kept
         )
+        owned = distributed.owned(groups, weights)
+        weights = [weight if own else 0.0 for weight, own in zip(weights, owned)]
         batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens, packing=self.packing)
         audit_batches(batches, episodes, weights)
         batches = [batch.to(self.policy.device) for batch in batches]
@@ -130,7 +134,8 @@ class Trainer:
 
         rewards = [group.rewards for group in groups]
         if config.loss.kl_in == "reward" and not self.at_reference:  # there the penalty is 0
-            rewards = self.anchor_rewards(rewards, episodes, weights, batches, ref_logprobs)
+            masked = [own and weight == 0 for own, weight in zip(owned, weights)]
+            rewards = self.anchor_rewards(rewards, episodes, masked, batches, ref_logprobs)
         if all(r is None or math.isfinite(r) for group in rewards for r in group):
             advantages = adv.group_advantages(rewards, config.loss.scale_rewards)
         else:  # a penalty that is not: so is the loss then, and the update is dropped
@@ -153,27 +158,32 @@ class Trainer:
         rounds = 1 + config.rollout.dynamic_sampling
         chosen: list[Group] = []
         aside: list[Group] = []
-        witness = Witness(self.engine)
         for extra in range(rounds):
             missing = wanted - len(chosen)
             first = (step * rounds + extra) * wanted
-            groups = rollout(
-                witness,
-                self.chat,
-                [training_scenario(config.run.seed, first + i) for i in range(missing)],
-                num_generations=config.rollout.num_generations,
-                max_completion_len=config.rollout.max_completion_len,
-                step=step * rounds + extra,
-                reward_fn=self.reward,
-                env_factory=self.env_factory,
-            )
-            self.audit(groups, witness)
-            for group in groups:
+            scenarios = [training_scenario(config.run.seed, first + i) for i in range(missing)]
+            for group in distributed.play_all(self.engine, scenarios, partial(self.play, step * rounds + extra)):
                 spread = rounds == 1 or adv.has_spread(group.rewards)
                 (chosen if spread else aside).append(group)
             if len(chosen) == wanted:
                 break
         return chosen + aside[: wanted - len(chosen)]
+
+    def play(self, batch: int, engine: Engine, scenarios: Sequence[Scenario]) -> list[Group]:
+        """Rollout batch number `batch`, or this process's share of it, audited."""
+        witness = Witness(engine)
+        groups = rollout(
+            witness,
+            self.chat,
+            scenarios,
+            num_generations=self.config.rollout.num_generations,
+            max_completion_len=self.config.rollout.max_completion_len,
+            step=batch,
+            reward_fn=self.reward,
+            env_factory=self.env_factory,
+        )
+        self.audit(groups, witness)
+        return groups
 
     def audit(self, groups: list[Group], witness: Witness | None = None) -> None:
         """Of a rollout batch; without a witness, of one from a file. Raises BrokenInvariant."""
@@ -189,12 +199,17 @@ class Trainer:
         """True as long as no update has moved the policy away from its reference."""
         return self.reference is not None and not self.optimizer.state and not self.moved
 
+    @property
+    def needs_reference(self) -> bool:
+        """False where there is none, or the policy's own log-probs stand for its."""
+        return self.reference is not None and not (self.at_reference and not moves_at_reference(self.config.loss))
+
     def reference_logprobs(
         self, episodes: Sequence[Episode], weights: Sequence[float], batches: Sequence[TokenBatch]
     ) -> list[torch.Tensor | None]:
         """[N] of each microbatch; None where there is no reference or the policy's own log-probs stand for it."""
         config = self.config
-        if self.reference is None or (self.at_reference and not moves_at_reference(config.loss)):
+        if not self.needs_reference:
             return [None] * len(batches)
         trained = [i for i, weight in enumerate(weights) if weight > 0]
         found = self.reference.logprobs(
@@ -207,7 +222,7 @@ class Trainer:
         self,
         rewards: list[list[float | None]],
         episodes: Sequence[Episode],
-        weights: Sequence[float],
+        masked: Sequence[bool],
         batches: Sequence[TokenBatch],
         ref_logprobs: Sequence[torch.Tensor | None],
     ) -> list[list[float | None]]:
@@ -218,13 +233,15 @@ class Trainer:
         """
         group_size = self.config.rollout.num_generations
         penalties = torch.zeros(len(rewards) * group_size)
-        masked = [float(weight == 0 and episode.reward is not None) for episode, weight in zip(episodes, weights)]
-        more = make_microbatches(episodes, masked, max_tokens=self.config.optim.microbatch_tokens, packing=self.packing)
+        extra = [float(out and episode.reward is not None) for episode, out in zip(episodes, masked)]
+        more = make_microbatches(episodes, extra, max_tokens=self.config.optim.microbatch_tokens, packing=self.packing)
         more = [batch.to(self.policy.device) for batch in more]
-        more_ref = self.reference_logprobs(episodes, masked, more)
-        for batch, ref in zip([*batches, *more], [*ref_logprobs, *more_ref]):
-            logprobs, _ = score(self.policy, batch, self.config.rollout.temperature)
-            penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
+        more_ref = self.reference_logprobs(episodes, extra, more)
+        with distributed.whole(self.policy.model):
+            for batch, ref in zip([*batches, *more], [*ref_logprobs, *more_ref]):
+                logprobs, _ = score(self.policy, batch, self.config.rollout.temperature)
+                penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
+        penalties = distributed.total(penalties)
         beta, flat = self.config.loss.beta, penalties.tolist()
         return [
             [None if r is None else r - beta * flat[g * group_size + i] for i, r in enumerate(group)]
@@ -246,6 +263,12 @@ class Trainer:
         advantages = advantages.to(self.policy.device, torch.float32)
         old_logprobs: list[torch.Tensor] = []
         ref_logprobs, at_reference = list(ref_logprobs), self.at_reference
+        if missing := distributed.most(len(batches)) - len(batches):
+            fillers = [distributed.filler(self.packing.packed).to(self.policy.device)] * missing
+            batches, needs_reference = [*batches, *fillers], self.needs_reference
+            ref_logprobs += [each.sampler_logprobs if needs_reference else None for each in fillers]
+        num_tokens = sum(len(batch.targets) for batch in batches if batch.episodes)
+        num_tokens = int(distributed.total(torch.tensor(num_tokens)))
         lr = learning_rate(step, config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -255,7 +278,8 @@ class Trainer:
             step_loss = torch.zeros((), device=self.policy.device)
             step_metrics: list[dict[str, torch.Tensor]] = []
             for k, batch in enumerate(batches):
-                loss, metrics, policy_logprobs = policy_loss(
+                objective = partial(
+                    policy_loss,
                     self.policy,
                     batch,
                     advantages=advantages[batch.episode_index],
@@ -265,6 +289,7 @@ class Trainer:
                     at_reference=at_reference and ref_logprobs[k] is None,
                     temperature=config.rollout.temperature,
                 )
+                loss, metrics, policy_logprobs = distributed.within_forward(self.policy.model, objective)
                 if k == len(old_logprobs):
                     old_logprobs.append(policy_logprobs)
                     if at_reference and ref_logprobs[k] is None:
@@ -273,9 +298,10 @@ class Trainer:
                 step_loss += loss.detach()
                 step_metrics.append(metrics)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.optim.max_grad_norm)
+            grad_norm, step_loss = distributed.full(grad_norm), distributed.total(step_loss)
             # A non-finite loss or gradient never reaches the weights or the moments.
             finite = all_finite(grad_norm, step_loss)
-            values = combine_metrics(step_metrics, sum(len(batch.targets) for batch in batches))
+            values = combine_metrics(step_metrics, num_tokens)
             values |= {"grad_norm": float(grad_norm), "learning_rate": lr, "skipped_updates": not finite}
             logged.append(values | {"loss": float(step_loss)})
             if not finite:
@@ -316,14 +342,17 @@ LOGGED = {
 
 
 def combine_metrics(microbatches: Sequence[dict[str, torch.Tensor]], num_tokens: int) -> dict[str, float]:
-    """The metrics of one optimiser step, read from the device once: extremes kept, sums divided by the token count."""
-    values = {}
-    for name, logged in LOGGED.items():
+    """The metrics of one optimiser step, of all processes: extremes kept, sums divided by the token count."""
+    step: dict[str, torch.Tensor] = {}
+    for name in LOGGED:
         parts = [metrics[name] for metrics in microbatches if name in metrics]
         if parts:
             stacked = torch.stack(parts)
-            extreme = {"max": stacked.max, "min": stacked.min}.get(name.rsplit("_")[-1])
-            values[logged] = float(extreme() if extreme else stacked.sum() / num_tokens)
+            step[name] = {"max": stacked.max, "min": stacked.min}.get(name.rsplit("_")[-1], stacked.sum)()
+    values = {
+        LOGGED[name]: float(value if name.endswith(("_max", "_min")) else value / num_tokens)
+        for name, value in distributed.merged(step).items()
+    }
     if "clip_ratio/low_mean" in values:
         values["clip_ratio/region_mean"] = values["clip_ratio/low_mean"] + values["clip_ratio/high_mean"]
     return values
