@@ -9,8 +9,10 @@ plan it ends (`turn_cap`). Nothing is ever done in the agent's place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, Protocol
 
 from env.prompts import brief, first_messages
 from env.tools import InvalidTurn, parse_turn
@@ -78,6 +80,21 @@ class StepResult:
     reply: str | None
     done: bool
     stop_reason: StopReason | None
+
+
+class Env(Protocol):
+    """What an episode is played on: a `ClarifyEnv`, or an `env.server.remote.RemoteEnv`, whose game is on a server."""
+
+    scenario: Scenario
+
+    @property
+    def record(self) -> EpisodeRecord: ...
+    def reset(self) -> list[dict[str, str]]: ...
+    def step(self, text: str, truncated: bool = False) -> StepResult: ...
+    def finish(self, stop_reason: StopReason) -> EpisodeRecord: ...
+
+
+EnvFactory = Callable[[Scenario], Env]
 
 
 class ClarifyEnv:
@@ -160,7 +177,7 @@ class ClarifyEnv:
         questions = self.scenario.max_questions - len(self.record.questions)
         return f"{brief(self.scenario)}\nLeft: {turns} turns, {questions} questions"
 
-    def _update(self, **changes: object) -> None:
+    def _update(self, **changes: Any) -> None:
         self._record = replace(self.record, **changes)
 
     def _require_running(self) -> None:

@@ -53,7 +53,9 @@ def read_whole(text: str) -> object:
 
 def skip_blanks(text: str, pos: int) -> int:
     """The position of the next character that is not white space."""
-    return _BLANK.match(text, pos).end()
+    blank = _BLANK.match(text, pos)
+    assert blank  # it matches the empty string too
+    return blank.end()
 
 
 def _number(digits: str) -> int | float:

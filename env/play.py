@@ -48,7 +48,8 @@ def choose_scenario(family: str | None, difficulty: str | None, seed: int | None
 
     Raises ValueError naming the flag and what would be right.
     """
-    family = FAMILY_ALIASES.get(family, family)
+    if family is not None:
+        family = FAMILY_ALIASES.get(family, family)
     if family not in (None, *FAMILIES):
         raise ValueError(f"--family {family}: must be one of {', '.join(FAMILIES)}")
     if difficulty not in (None, *DIFFICULTIES):
@@ -94,6 +95,7 @@ def as_turn(line: str) -> str:
 
 def describe(record: EpisodeRecord) -> str:
     """How the episode ended, what the user wanted, and the score with its parts."""
+    assert record.stop_reason
     lines = [
         f"Ended by: {record.stop_reason.value}",
         f"The user wanted: {json.dumps(record.scenario.hidden_profile)}",

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from env.clarify import ClarifyEnv, EpisodeRecord
+from env.clarify import ClarifyEnv, EnvFactory, EpisodeRecord
 from env.families import FAMILIES, Family
 from env.tools import TOOL_NAMES, format_call
 from scenarios.schema import Scenario
@@ -32,7 +32,7 @@ class ScriptedPolicy:
     name: str
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.name not in POLICIES:
             raise ValueError(f"unknown policy {self.name!r}: must be one of {', '.join(POLICIES)}")
 
@@ -49,7 +49,7 @@ class ScriptedPolicy:
 
 
 def play(
-    policy: ScriptedPolicy, scenario: Scenario, env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv
+    policy: ScriptedPolicy, scenario: Scenario, env_factory: EnvFactory = ClarifyEnv
 ) -> tuple[EpisodeRecord, list[tuple[str, str | None]]]:
     """Plays one episode. Returns its record and its turns as (text, the environment's reply or None)."""
     env = env_factory(scenario)
@@ -87,7 +87,7 @@ class Task:
         return cls(
             family=family,
             required=tuple(name for name in lines["Plan fields"].split(", ") if name in family.fields),
-            max_questions=int(re.search(r"(\d+) questions", lines["Budget"])[1]),
+            max_questions=int(re.findall(r"(\d+) questions", lines["Budget"])[0]),
             asked=tuple(name for name in family.fields if any(_question(name) in turn for turn in turns[::2])),
             told=told,
         )

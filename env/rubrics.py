@@ -61,6 +61,7 @@ def score(record: EpisodeRecord) -> Score:
     if not record.plan_accepted:
         return NO_PLAN
     plan, profile = record.plan, record.scenario.hidden_profile
+    assert isinstance(plan, dict)  # accepted
     matched = {field for field, value in profile.items() if same_value(field, plan.get(field), value)}
     frugality = max(0.0, 1 - len(record.questions) / record.scenario.max_questions)
     format_check = float(format_is_right(record))
@@ -150,4 +151,5 @@ def _info_gain(record: EpisodeRecord) -> float:
 def _hallucination_rate(record: EpisodeRecord) -> float:
     """Share of plan fields that neither an answer nor the request told."""
     told = record.revealed | set(FAMILIES[record.scenario.family].told_by(record.scenario.request))
-    return sum(key not in told for key in record.plan) / len(record.plan) if record.plan else 0.0
+    plan = record.plan if isinstance(record.plan, dict) else {}
+    return sum(key not in told for key in plan) / len(plan) if plan else 0.0

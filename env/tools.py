@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from env.literals import read_value, read_whole, skip_blanks
 from env.prompts import TOOLS
@@ -50,7 +51,7 @@ class ToolCall:
     """A call that can be run. `arguments` is {"question": str}, {"plan": dict} or {}."""
 
     name: str
-    arguments: dict[str, object] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     dropped_calls: bool = False
 
 
@@ -120,7 +121,7 @@ def _read_call(text: str, start: re.Match) -> tuple[str, object, int]:
 def _read_function(text: str, start: re.Match) -> tuple[str, object, int]:
     """`name(value)`, `name(key=value, ...)` or `name()`; a positional value is the tool's only argument."""
     name = _known(start["function"])
-    pos, arguments = start.end(), {}
+    pos, arguments = start.end(), dict[str, object]()
     while text[(pos := skip_blanks(text, pos)) : pos + 1] != ")":
         keyword = _KEYWORD.match(text, pos)
         if keyword is None and arguments:

@@ -14,16 +14,15 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from env.clarify import ClarifyEnv
+from env.clarify import ClarifyEnv, Env, EnvFactory
 from env.prompts import first_messages
 from env.rubrics import reward
 from env.tools import format_call
 from scenarios.generator import training_scenario
-from scenarios.schema import Scenario
 
 TINY = Path(__file__).parent.parent / "grpo" / "tiny"
 
@@ -48,9 +47,9 @@ QWEN_CALLS = {
 class ClarifyTools:
     """One episode after another, as TRL plays them. `make_env` may be `env.server.remote.RemoteEnvs(url)`."""
 
-    def __init__(self, make_env: Callable[[Scenario], ClarifyEnv] = ClarifyEnv, seed: int = 0):
+    def __init__(self, make_env: EnvFactory = ClarifyEnv, seed: int = 0):
         self._make_env, self._seed = make_env, seed
-        self._env: ClarifyEnv | None = None
+        self._env: Env | None = None
 
     def reset(self, index: int, **row: Any) -> None:
         """Start the episode of a row. Its prompt is in the row already."""
@@ -79,13 +78,19 @@ class ClarifyTools:
 
     def get_reward(self) -> float:
         """The training reward of the episode, finished or not: without an accepted plan it is the penalty for that."""
-        return reward(self._env.record)
+        return reward(self._running().record)
+
+    def _running(self) -> Env:
+        if self._env is None:
+            raise RuntimeError("the episode has not started: call reset() first")
+        return self._env
 
     def _play(self, name: str, arguments: dict[str, Any]) -> str:
-        if self._env.record.stop_reason is not None:
+        env = self._running()
+        if env.record.stop_reason is not None:
             return "The task is over."
-        result = self._env.step(format_call(name, arguments))
-        return "The task is over." if result.done else result.reply
+        result = env.step(format_call(name, arguments))
+        return result.reply or "The task is over."
 
 
 def rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -106,7 +111,7 @@ def make_trainer(options: argparse.Namespace, folder: str) -> Any:
         tokenizer = add_response_schema(tokenizer)
     except ValueError:  # a chat template that TRL does not know
         tokenizer.response_template = QWEN_CALLS
-    make_env: Callable[[Scenario], ClarifyEnv] = ClarifyEnv
+    make_env: EnvFactory = ClarifyEnv
     if options.env_url:
         from env.server.remote import RemoteEnvs
 

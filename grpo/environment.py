@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from env.clarify import ClarifyEnv
+from env.clarify import ClarifyEnv, EnvFactory
 from env.server import INSTALL
 from grpo.config import Config, RunStopped, UsageError
 from scenarios.schema import Scenario
@@ -48,7 +47,7 @@ class ServedEnvironment:
                 time.sleep(min(1.0, WAIT_SECONDS / 10))
 
 
-def environment(url: str | None, sessions: int = 1) -> Callable[[Scenario], ClarifyEnv]:
+def environment(url: str | None, sessions: int = 1) -> EnvFactory:
     """What makes an episode's environment: the class itself, or, with a URL, one with the same members on that server.
 
     Args:

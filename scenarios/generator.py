@@ -13,9 +13,10 @@ import sys
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import cast
 
 from env.families import FAMILIES, FAMILY_ALIASES, Family, Request, Value
-from scenarios.schema import Scenario, load_scenarios
+from scenarios.schema import Difficulty, Scenario, load_scenarios
 
 HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
 HELD_OUT_PER_FAMILY = 50
@@ -52,12 +53,12 @@ def generate(seed: int, difficulty: str | None = None, family: str | None = None
     request = rng.choice([request for request in spec.requests if set(request.told) <= set(names)])
     return Scenario(
         family=family,
-        task_id=difficulty,
+        task_id=cast(Difficulty, difficulty),
         request=request.text,
         hidden_profile={name: rng.choice(_possible_values(spec, request, name)) for name in names},
-        critical_fields=[name for name in names if name in spec.critical],
-        required_keys=[name for name in spec.required if name in names],
-        field_keys=names,
+        critical_fields=tuple(name for name in names if name in spec.critical),
+        required_keys=tuple(name for name in spec.required if name in names),
+        field_keys=tuple(names),
         max_steps=MAX_STEPS[difficulty],
         max_questions=MAX_QUESTIONS,
         seed=seed,
@@ -92,6 +93,7 @@ def training_scenario(run_seed: int, index: int) -> Scenario:
         scenario = generate(HELD_OUT_SEEDS.stop + int.from_bytes(digest, "big"))
         if _profile_key(scenario) not in _held_out_profiles():
             return scenario
+    raise AssertionError("count() has no end")
 
 
 def held_out(limit: int | None = 50) -> list[Scenario]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def serve(host: str, port: int, limits: ServerLimits, web: bool) -> None:
     )
 
 
-def _answer(status: int):
+def _answer(status: int) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
     async def handler(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": " ".join(str(error).split())[:300]}, status_code=status)
 

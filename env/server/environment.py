@@ -130,8 +130,9 @@ class ClarifyEnvironment(MCPEnvironment):
 
     def _after(self, result: StepResult | None) -> ClarifyObservation:
         """What is said of a turn. None: it was no turn, the episode was ended from outside."""
-        record = self._env.record
+        record = self._running().record
         if record.stop_reason is None:
+            assert result
             return ClarifyObservation(result=result.reply, reward=0.0, **self._left())
         outcome = Outcome.of(record)
         return ClarifyObservation(
@@ -143,7 +144,7 @@ class ClarifyEnvironment(MCPEnvironment):
         )
 
     def _left(self) -> dict[str, int]:
-        record = self._env.record
+        record = self._running().record
         return {
             "turns_left": record.scenario.max_steps - record.num_turns,
             "questions_left": record.scenario.max_questions - len(record.questions),
@@ -171,7 +172,10 @@ class ClarifyEnvironment(MCPEnvironment):
 
     def _called(self, name: str, arguments: dict[str, Any]) -> str:
         observation = self._play(as_turn(name, arguments))
-        return f"The episode has ended: {observation.stop_reason.value}." if observation.done else observation.result
+        if observation.stop_reason is not None:
+            return f"The episode has ended: {observation.stop_reason.value}."
+        assert observation.result is not None
+        return observation.result
 
     def _validate_tool_names(self, mcp_server: FastMCP) -> None:
         """The names are fixed and a test compares them; asking the server for them would cost each session a loop."""

@@ -63,6 +63,7 @@ class Outcome(BaseModel):
     @classmethod
     def of(cls, record: EpisodeRecord) -> Outcome:
         """Of a finished episode."""
+        assert record.plan is None or isinstance(record.plan, dict)
         return cls(
             hidden_profile=record.scenario.hidden_profile,
             questions=[Answered(text=q.text, answer=q.answer, field=q.field) for q in record.questions],

@@ -9,10 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from typing import TYPE_CHECKING
 
 from env.server import INSTALL
 from env.tools import format_call
 from scenarios.schema import Scenario
+
+if TYPE_CHECKING:
+    from env.server.client import ClarifyClient
+    from env.server.remote import RemoteEnvs
 
 
 def oracle_turn(scenario: Scenario) -> str:
@@ -41,12 +46,12 @@ def main(args: list[str] | None = None) -> int:
     return 0 if best == len(rewards) else 1
 
 
-def play(envs, number: int) -> list[float]:
+def play(envs: RemoteEnvs, number: int) -> list[float]:
     """Rewards of the first tasks of each split, as the server gives them."""
     from env.server import tasks
     from env.server.models import ClarifyAction
 
-    async def episode(session, split: str, index: int) -> float:
+    async def episode(session: ClarifyClient, split: str, index: int) -> float:
         await session.reset(split=split, index=index)
         return (await session.step(ClarifyAction(text=oracle_turn(tasks.scenario_of(split, index))))).reward
 

@@ -143,6 +143,7 @@ class RemoteEnv:
         if not observation.done:
             self._record = EpisodeRecord(self.scenario, num_turns=self.record.num_turns + 1)
             return StepResult(observation.result, False, None)
+        assert observation.outcome and observation.stop_reason and self._session  # a finished episode has all of them
         self._record = observation.outcome.record(self.scenario, observation.stop_reason)
         self._envs.put(self._session)
         self._session = None
@@ -150,6 +151,7 @@ class RemoteEnv:
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> ClarifyObservation:
         session = self._session
+        assert session
 
         async def call() -> ClarifyObservation:
             return (await getattr(session, method)(*args, **kwargs)).observation
@@ -170,8 +172,9 @@ class RemoteEnv:
 
     def __del__(self) -> None:
         # An episode that was given up: its session ends.
-        if getattr(self, "_session", None) is not None:
-            self._envs.drop(self._session)
+        session: ClarifyClient | None = getattr(self, "_session", None)
+        if session is not None:
+            self._envs.drop(session)
 
 
 async def _end(session: ClarifyClient) -> None:
