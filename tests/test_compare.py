@@ -1,13 +1,24 @@
 """Comparisons pair by scenario, resample by seed, and refuse what cannot be compared."""
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from env.families import FAMILIES
 from grpo import console
-from grpo.compare import compare, load_report, names_of
+from grpo.compare import (
+    compare,
+    compare_groups,
+    direction,
+    load_report,
+    names_of,
+    newcombe_interval,
+    seeds_interval,
+    student_interval,
+)
 from grpo.config import UsageError
 from grpo.evaluate import bootstrap_interval
 
@@ -158,3 +169,87 @@ def test_a_report_nested_too_deeply_is_named(tmp_path):
 def test_a_report_cut_by_hand_is_not_paired():
     with pytest.raises(UsageError, match="other scenarios.*1 against 2"):
         compare([GOOD, GOOD | {"episodes": GOOD["episodes"][:1]}])
+
+
+# ------------------------------------------------------------------------------------------- several seeds of training
+
+
+def test_groups_of_seeds_by_hand():
+    base = made_report([0.0, 0.2, 0.4, 0.6, 0.0, 0.0])
+    seeds = [made_report([0.1, 0.3, 0.5, 0.7, 0.1, 0.1]), made_report([0.3, 0.5, 0.7, 0.9, 0.3, 0.3])]
+    seeds[0]["completion_rate"], seeds[1]["completion_rate"] = 0.25, 1.0
+    seeds[0]["hallucination_rate"] = None
+    result = compare_groups([[base], seeds], None, ["base", "trained"])
+    cell = row_of(result, "all")["models"][1]
+    assert cell["means"] == pytest.approx([0.3, 0.5]) and cell["mean"] == pytest.approx(0.4) and cell["max"] == 0.9
+    assert cell["deltas"] == pytest.approx([0.1, 0.3]) and cell["delta"] == pytest.approx(0.2)
+    assert result["summary"]["completion_rate"] == [0.5, 0.625] and result["summary"]["hallucination_rate"] == [
+        0.5,
+        0.5,
+    ]
+    # No spread between scenarios, 0.1 * sqrt(2) between two seeds: Student's t with one degree of freedom.
+    assert cell["delta_interval"] == pytest.approx([0.2 - 12.706 * 0.1, 0.2 + 12.706 * 0.1], rel=0.03)
+
+
+def test_between_groups_seeds_are_paired():
+    """Seeds that differ a lot, by 0.1 between the groups each time: no spread of the change."""
+    groups = [[made_report([x + gain] * 6) for x in (0.1, 0.5, 0.8)] for gain in (0.0, 0.1)]
+    cell = row_of(compare_groups(groups, None, ["a", "b"]), "all")["models"][1]
+    assert cell["delta_interval"] == pytest.approx([0.1, 0.1])
+    with pytest.raises(ValueError, match="seeds are paired"):
+        compare_groups([groups[0], groups[1][:1]], None, ["a", "b"])
+    with pytest.raises(UsageError, match="b was evaluated on other scenarios"):
+        compare_groups([groups[0][:1], [groups[1][0], made_report([0.1] * 6, sha="other")]], None, ["a", "b"])
+
+
+def test_one_seed_has_the_interval_of_its_scenarios():
+    values, clusters = [0.1 * (i % 7) for i in range(30)], [i // 3 for i in range(30)]
+    assert seeds_interval([values], clusters) == bootstrap_interval(values, clusters)
+    # Seeds that agree entirely say no more, and no less, than one.
+    assert seeds_interval([values] * 4, clusters) == pytest.approx(bootstrap_interval(values, clusters), abs=1e-3)
+    assert seeds_interval([[0.1, 0.2], [0.3, 0.4]], [7, 7]) is None  # one cluster says nothing about the spread
+
+
+def test_scenarios_of_a_seed_are_drawn_together_in_groups_too():
+    values = [[float(i // 3 % 2) for i in range(30)]] * 3
+    clustered, independent = (seeds_interval(values, ids) for ids in ([i // 3 for i in range(30)], range(30)))
+    assert clustered[1] - clustered[0] > 1.4 * (independent[1] - independent[0])
+
+
+@pytest.mark.parametrize("seeds, quantile", [(2, 12.706), (3, 4.303), (5, 2.776)])
+def test_spread_between_seeds_has_students_interval(seeds, quantile):
+    """Quantiles of Student's t from a table; scenarios without any spread."""
+    of_seeds = [0.01 * i for i in range(seeds)]
+    half = quantile * np.std(of_seeds, ddof=1) / math.sqrt(seeds)
+    middle = sum(of_seeds) / seeds
+    expected = pytest.approx([middle - half, middle + half], abs=0.03 * half)
+    assert student_interval(of_seeds) == expected
+    assert seeds_interval([[x] * 4 for x in of_seeds], range(4)) == expected
+
+
+def test_one_seed_has_no_students_interval():
+    assert student_interval([0.3]) is None
+
+
+def test_intervals_over_seeds_cover_the_truth_where_those_of_scenarios_do_not():
+    """The figures of `seeds_interval`'s docstring, in small: 3 seeds x 250 scenarios, truth 0."""
+    rng, covered, scenarios_alone = np.random.default_rng(0), 0, 0
+    for _ in range(60):
+        values = rng.normal(0, 0.05, (3, 1)) + rng.normal(0, 0.2, (1, 250)) + rng.normal(0, 0.3, (3, 250))
+        low, high = seeds_interval(values, range(250))
+        covered += low <= 0 <= high
+        low, high = bootstrap_interval(values.mean(axis=0), range(250))
+        scenarios_alone += low <= 0 <= high
+    assert covered >= 55 and scenarios_alone <= 50
+
+
+def test_difference_of_proportions_of_the_literature():
+    """Newcombe 1998, table II: 56/70 against 48/80 by method 10."""
+    assert newcombe_interval(56, 70, 48, 80) == pytest.approx([0.0524, 0.3339], abs=5e-5)
+    assert newcombe_interval(0, 10, 0, 20) == pytest.approx([-0.1611, 0.2775], abs=5e-5)
+
+
+def test_the_decision_rule():
+    assert direction([0.01, 0.2], 3) == "higher" and direction([-0.2, -0.01], 2) == "lower"
+    for interval, seeds in (([-0.01, 0.2], 3), ([0.0, 0.2], 3), ([-0.2, 0.0], 3), ([0.1, 0.2], 1), (None, 3)):
+        assert direction(interval, seeds) == "cannot be told"

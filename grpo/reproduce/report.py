@@ -118,7 +118,8 @@ The rule was fixed before the numbers: a change is the mean over training seeds 
 other model on the same scenario), between two betas with the same training seed. Where its 95 % interval lies on one
 side of 0, and two seeds or more stand behind it, the verdict is *better* or *worse*; else it is *cannot be told*. The
 interval holds both kinds of chance: between scenarios (bootstrap; those of one profile are drawn together) and between
-training seeds (Student's t of the seeds' means, as three seeds are too few to resample). For the KL it is Student's."""
+training seeds (Student's t of the seeds' means, as three seeds are too few to resample). For the KL it is Student's.
+Each verdict is at 95 % by itself: of twenty changes that are none, one would be told by chance."""
 
 
 def verdict_line(found: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
@@ -233,7 +234,7 @@ def _published_section(numbers: Mapping[str, Any]) -> str:
             "",
             f"Gated rubric. The published ones are of {PUBLISHED_N} scenarios, one run each. Wilson's interval takes "
             "every episode for an independent one; the published scenarios share 17 seeds and hold no coding scenario, "
-            "and here the seeds of a beta play the same scenarios, so all of these intervals are too narrow.",
+            "and here the seeds of a beta play the same scenarios, so these intervals are rather too narrow.",
             "", _markdown(table), "", _markdown(changes), "", f"**{summary}**", "", *_beside(numbers),
         ]
     )  # fmt: skip
