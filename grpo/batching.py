@@ -55,7 +55,7 @@ def inputs(episode: Episode) -> tuple[int, ...]:
     return episode.prompt_ids + episode.completion_ids[:last]
 
 
-def common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The ids that all prompts begin with, but for the last of the shortest: () for no prompt."""
     if not prompts:
         return ()

@@ -16,7 +16,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
@@ -63,7 +63,7 @@ def results(run: Run) -> list[tuple[str, str, float, int, list[float] | None]]:
 
 def metadata(run: Run) -> str:
     """The card's YAML head, with a `model-index` where the run was evaluated."""
-    about = dict(
+    about: dict[str, Any] = dict(
         task_type="text-generation",
         task_name="Asking before acting",
         dataset_type=run.dataset,

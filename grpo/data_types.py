@@ -9,7 +9,8 @@ trained, whatever its id, and padding may share that id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -121,8 +122,6 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in self.__dict__.items()
-        }
-        return TokenBatch(**moved)
+        tensors = {name: value for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return replace(self, **moved)

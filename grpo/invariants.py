@@ -209,7 +209,7 @@ def audit_batches(batches: Sequence[TokenBatch], episodes: Sequence[Episode], we
         raise BrokenInvariant(f"the episodes in the microbatches differ from those to train {_difference(found, kept)}")
     for k, batch in enumerate(batches):
         predicting = batch.predict_rows, batch.predict_cols
-        carried = {
+        carried: dict[str, tuple[torch.Tensor, list[float], torch.dtype]] = {
             "episode": (batch.episode_index, [], torch.int64),
             "trained id": (batch.targets, [], torch.int64),
             "sampler log-prob": (batch.sampler_logprobs, [], torch.float32),
@@ -222,12 +222,12 @@ def audit_batches(batches: Sequence[TokenBatch], episodes: Sequence[Episode], we
             mask, length = episode.loss_mask, len(episode.prompt_ids)
             ids = list(compress(episode.completion_ids, mask))
             before = (*episode.prompt_ids[-1:], *episode.completion_ids)  # of completion token t, at index t
-            columns = (
+            columns: tuple[Iterable[float], ...] = (
                 [i] * len(ids), ids, compress(episode.sampler_logprobs, mask), [weights[i]] * len(ids),
                 compress(before, mask), compress(range(length - 1, length - 1 + len(mask)), mask),
             )  # fmt: skip
-            for (_, expected, _), column in zip(carried.values(), columns):
-                expected.extend(column)
+            for (_, values, _), column in zip(carried.values(), columns):
+                values.extend(column)
         for name, (tensor, values, dtype) in carried.items():
             expected = torch.tensor(values, dtype=dtype)
             if not torch.equal(tensor, expected):
@@ -248,8 +248,8 @@ def _audit_contexts(k: int, batch: TokenBatch, episodes: Sequence[Episode]) -> N
         done += sum(episode.loss_mask)
         row, column = rows[int(batch.predict_rows[done - 1])], columns[done - 1]
         first = 0  # of the columns from which on everything up to `column` is attended to
-        path = []
-        if segments:
+        path: Sequence[int] = ()
+        if batch.layout is not None and segments:
             index = bisect_right(starts, column) - 1
             first, path = starts[index], batch.layout.ancestors(index)
         found = [token for each in path for token in row[starts[each] : starts[each + 1]]] + row[first : column + 1]

@@ -18,7 +18,7 @@ from grpo import advantages as adv
 from grpo.batching import make_microbatches
 from grpo.config import UsageError
 from grpo.data_types import Episode, Turn
-from grpo.engines import TurnRequest
+from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.head import policy_loss
 from grpo.optimizer import MOMENT_BYTES
 from grpo.trainer import Trainer
@@ -74,7 +74,7 @@ def longest_episodes(trainer: Trainer, scenarios: Sequence[Scenario]) -> list[Ep
         engine.start(0)
         for request, _ in requests.values():
             engine.submit(request)
-        outputs = {}
+        outputs: dict[Key, TurnOutput] = {}
         while len(outputs) < len(requests):
             for output in engine.step():
                 outputs[output.key] = output

@@ -14,8 +14,9 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
-from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
+from env.clarify import ClarifyEnv, Env, EnvFactory, EpisodeRecord, StopReason
 from env.literals import printable
 from env.time_limit import time_limit
 from grpo.chat import ChatTokens
@@ -44,7 +45,7 @@ def rollout(
     reward_fn: RewardFn,
     sampling: SamplingConfig | None = None,
     progress: Progress | None = None,
-    env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
+    env_factory: EnvFactory = ClarifyEnv,
 ) -> list[Group]:
     """Play `num_generations` episodes of each scenario. Training and evaluation both use it.
 
@@ -98,7 +99,7 @@ class Player:
     def __init__(self, key: Key, scenario: Scenario, chat: ChatTokens, limits: tuple[int, int], reward_fn: RewardFn):
         self.key, self.scenario, self.chat, self.reward_fn = key, scenario, chat, reward_fn
         self.max_completion, self.max_context = limits
-        self.env: ClarifyEnv | None = None
+        self.env: Env | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self.completion_ids: list[int] = []
         self.loss_mask: list[int] = []
@@ -107,7 +108,7 @@ class Player:
         self.record = EpisodeRecord(scenario)
         self.reward: float | None = None
 
-    def begin(self, env_factory: Callable[[Scenario], ClarifyEnv]) -> bool:
+    def begin(self, env_factory: EnvFactory) -> bool:
         """Reset the environment and render the first prompt. True if there is a turn to sample."""
         try:
             with time_limit(ENV_SECONDS):
@@ -134,10 +135,12 @@ class Player:
         self.turns.append(Turn(start, len(self.completion_ids), text, None))
         cut = output.finish == "length"
         try:
+            assert self.env is not None
             with time_limit(ENV_SECONDS):
                 result = self.env.step(text, truncated=cut)
                 record = self.env.record
-            reply = None if cut or result.done else printable(result.reply)
+            # The check is `printable`'s: it raises TypeError for a reply that is no text, None included.
+            reply = None if cut or result.done else printable(cast(str, result.reply))
             reply_ids = () if reply is None else self.chat.reply_ids(reply)
         except Exception as error:  # noqa: BLE001
             return self._fail(error)
@@ -160,7 +163,7 @@ class Player:
             loss_mask=tuple(self.loss_mask),
             sampler_logprobs=tuple(self.logprobs),
             turns=tuple(self.turns),
-            stop_reason=self.record.stop_reason,
+            stop_reason=cast(StopReason, self.record.stop_reason),  # what `_finish` and `_fail` make sure of
             record=self.record,
             reward=self.reward,
             member=self.key[1],
@@ -180,6 +183,7 @@ class Player:
 
     def _stop(self, reason: StopReason) -> bool:
         try:
+            assert self.env is not None
             with time_limit(ENV_SECONDS):
                 record = self.env.finish(reason)
             return self._finish(record)

@@ -64,8 +64,12 @@ class Engine(Protocol):
     """A sampler. `max_context` is the most tokens, prompt and completion together, an episode can have."""
 
     max_context: int
-    description: str
-    """For the run's header."""
+    eos_ids: frozenset[int]
+    """Ids that end a turn."""
+
+    @property
+    def description(self) -> str:
+        """For the run's header."""
 
     def wake(self) -> None:
         """Get ready to sample with the trainer's present weights. Does nothing where that is so already."""

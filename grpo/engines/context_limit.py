@@ -14,18 +14,18 @@ def checked_context(model: Any, wanted: int | None) -> int:
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"})
     if strange or getattr(model, "_is_stateful", False):
         raise UsageError(f"--engine torch: {name} has layers that are not attention ({', '.join(strange) or 'state'})")
-    limits = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+    stated: dict[str, int | None] = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
     if "sliding_attention" in kinds:
-        limits["sliding_window"] = getattr(config, "sliding_window", None)
+        stated["sliding_window"] = getattr(config, "sliding_window", None)
     if "chunked_attention" in kinds:
-        limits["attention_chunk_size"] = getattr(config, "attention_chunk_size", None)
+        stated["attention_chunk_size"] = getattr(config, "attention_chunk_size", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         # Beyond this length such models choose other frequencies, for the whole batch at once.
-        limits["original_max_position_embeddings"] = rope.get("original_max_position_embeddings") or getattr(
+        stated["original_max_position_embeddings"] = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-    limits = {option: limit for option, limit in limits.items() if limit}
+    limits = {option: limit for option, limit in stated.items() if limit}
     if wanted is None:
         if not limits:
             raise UsageError(f"--engine torch: {name} does not say how long its context is")

@@ -32,7 +32,7 @@ def named_weights(model: torch.nn.Module, tied_twice: bool = False) -> Iterator[
             continue
         weight, (layer_name, base, _) = parameter.detach(), name.rpartition(".base_layer.weight")
         if base:
-            layer = model.get_submodule(layer_name)
+            layer: Any = model.get_submodule(layer_name)
             for adapter in () if layer.merged or layer.disable_adapters else layer.active_adapters:
                 weight = weight + layer.get_delta_weight(adapter).detach()
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), weight
@@ -107,6 +107,7 @@ def check_canary(policy: Policy, ids: Sequence[int], actual: Sequence[float], sa
 def repack_heads(sampler: torch.nn.Module) -> None:
     """On a CPU vLLM computes a linear layer from a packed copy of its weight. Loading renews the copies of the layers
     that it loads, so not that of a tied head, whose weight arrives as the embedding's: renew it here."""
+    module: Any  # vLLM's layers have members that torch's type does not know
     for module in sampler.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
@@ -163,7 +164,7 @@ def _checksums_there(sampler: torch.nn.Module, name: str, like: torch.Tensor) ->
     """What `name` is in vLLM's model: its checksum as stored, and as computed with where that is another copy."""
     module_name, _, attribute = name.rpartition(".")
     try:
-        module = sampler.get_submodule(module_name)
+        module: Any = sampler.get_submodule(module_name)
         tensor = getattr(module, attribute).detach()
     except AttributeError:
         return []

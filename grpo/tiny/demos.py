@@ -177,7 +177,7 @@ class Demonstrator:
             if mode == "invalid" and not isinstance(parse_turn(text), InvalidTurn):
                 raise AssertionError(f"meant to be invalid, but is a call: {text!r}")
             result = self.env.step(text)
-            if result.done:
+            if result.reply is None:
                 return example
             example.add(self.vocabulary.chat.reply_ids(result.reply), ENV)
             self._hear()

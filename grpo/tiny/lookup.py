@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SHARPNESS = 1.6  # gain of the query and key norms in the heads that look back
 MATCH = 1.5  # the same in the heads that compare
@@ -60,7 +60,7 @@ def start_with_lookup(model: Qwen3ForCausalLM, seed: int = 0) -> None:
     compare.k_norm.weight.fill_(MATCH)
 
 
-def _looking_back(offset: int, size: int, config) -> tuple[torch.Tensor, torch.Tensor]:
+def _looking_back(offset: int, size: int, config: Qwen3Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key (both [d]) whose rotary score is greatest where the key is `offset` tokens before the query.
 
     A pair with frequency f contributes cos(f * (distance - offset)); the five fastest pairs are enough to tell

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from env.clarify import ClarifyEnv
@@ -26,6 +26,7 @@ from grpo.tiny.measure import measure
 from grpo.tiny.pretrain import Stage, new_model, train
 from grpo.tiny.tokenizer import build_tokenizer
 from scenarios.generator import training_scenario
+from scenarios.schema import Scenario
 
 CONTEXT = 1024
 SCENARIO_SEED = 1_000_000
@@ -35,7 +36,7 @@ SCENARIO_SEED = 1_000_000
 def stages(vocabulary: demos.Vocabulary, scale: float = 1.0) -> list[Stage]:
     """The curriculum. `scale` shortens it (for a quick look)."""
 
-    def scenario(rng: random.Random, invented: float):
+    def scenario(rng: random.Random, invented: float) -> Scenario:
         drawn = training_scenario(SCENARIO_SEED, rng.randrange(10**9))
         return demos.with_invented_values(drawn, vocabulary, rng) if rng.random() < invented else drawn
 
@@ -83,7 +84,7 @@ def make(out: Path, seed: int, scale: float) -> None:
     print(json.dumps(document, indent=2))
 
 
-def save(model: Qwen3ForCausalLM, tokenizer, out: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """bfloat16 weights, configuration and generation configuration; the tokenizer is there already."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True

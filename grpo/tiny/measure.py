@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from env.clarify import ClarifyEnv
+from env.clarify import ClarifyEnv, EpisodeRecord
 from env.rubrics import reward, same_value
 from env.tools import ToolCall, parse_turn
 from env.user_simulator import answer, spoken
@@ -63,7 +63,7 @@ def evaluation(engine: TorchEngine, chat: ChatTokens, scenarios: Sequence[Scenar
     return {key: report[key] for key in REPORTED} | {"stop_reasons": report["stop_reasons"], "families": families}
 
 
-def groups(engine: TorchEngine, chat: ChatTokens, scenarios: Sequence[Scenario]) -> dict[str, float]:
+def groups(engine: TorchEngine, chat: ChatTokens, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Groups of 8 at temperature 1: how many have different rewards, and how the mean reward spreads."""
     played = rollout(
         engine, chat, scenarios, num_generations=8, max_completion_len=MAX_COMPLETION_LEN, step=0, reward_fn=reward,
@@ -87,7 +87,7 @@ def groups(engine: TorchEngine, chat: ChatTokens, scenarios: Sequence[Scenario])
     }
 
 
-def unasked(record) -> set[str]:
+def unasked(record: EpisodeRecord) -> set[str]:
     """Required fields that no answer revealed."""
     return set(record.scenario.required_keys) - record.revealed
 

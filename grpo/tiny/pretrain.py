@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo.tiny.demos import VALUE, Example
 
@@ -29,7 +29,9 @@ class Stage:
     warmup: int = 50
 
 
-def new_model(tokenizer, *, hidden: int, layers: int, heads: int, intermediate: int, context: int) -> Qwen3ForCausalLM:
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, intermediate: int, context: int
+) -> Qwen3ForCausalLM:
     """A Qwen3 model from nothing, in float32, with tied embeddings."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -56,7 +58,7 @@ def train(model: Qwen3ForCausalLM, stage: Stage, *, pad_id: int, seed: int, repo
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     batches = bucketed(stage, rng)
     started, tokens = time.monotonic(), 0
-    losses, right, looked_up = [], 0, 0
+    losses, right, looked_up = list[float](), 0.0, 0.0
     for step in range(stage.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(stage, step)
@@ -93,7 +95,7 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.learning_rate * min(1.0, (step + 1) / stage.warmup) * (0.1 + 0.9 * cosine)
 
 
-def bucketed(stage: Stage, rng: random.Random, pool: int = 16):
+def bucketed(stage: Stage, rng: random.Random, pool: int = 16) -> Iterator[list[Example]]:
     """Endless batches of `rows` examples of similar length: little is computed on padding."""
     while True:
         examples = sorted((stage.source(rng) for _ in range(pool * stage.rows)), key=lambda e: len(e.ids))

@@ -36,8 +36,8 @@ SYLLABLES = [c + v for c in "b c d f g h j k l m n p r s t v w z".split() for v 
 def open_vocabulary(count: int, seed: int) -> list[str]:
     """`count` invented words and the numbers below 100: pieces for values that no list holds."""
     rng = random.Random(seed)
-    words = ("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(count))
-    words = [word + rng.choice(["", "n", "r", "s"]) + rng.choice(["", " "]) for word in words]
+    stems = ("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(count))
+    words = [stem + rng.choice(["", "n", "r", "s"]) + rng.choice(["", " "]) for stem in stems]
     return words + [f"{number:02d}" for number in range(100)] * 20
 
 
