@@ -1,7 +1,8 @@
 """Draws every figure of `docs/`: python docs/make_figures.py [FOLDER], a few seconds.
 
 Curves come from the functions that training runs (`grpo/loss.py`, `grpo/advantages.py`); what is drawn of the kernels
-is a diagram, or a formula of docs/kernels.md. Grey, dashes and hatches: the figures are to be read in black and white.
+is a diagram, or a formula of docs/kernels.md; what is drawn of many devices comes from benchmarks/cost_report.py. Grey,
+dashes and hatches: the figures are to be read in black and white.
 Each PNG holds a fingerprint of its numbers, so that a test can tell a figure that is no longer what the code computes.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import kernel_figures
 import matplotlib
 import numpy as np
+import scaling_figures
 import torch
 from figure_style import DASHED, DOTTED, GREYS, HATCHES, MIXED, RC, SOLID, STYLES, curve, new_figure
 from matplotlib.figure import Figure
@@ -229,7 +231,7 @@ def beta() -> Figure:
 
 
 OF_THE_LOSS = (mask, group_size, epsilon, loss_types, weights, kl_estimators, beta)
-FIGURES = {draw.__name__: draw for draw in (*OF_THE_LOSS, *kernel_figures.FIGURES)}
+FIGURES = {draw.__name__: draw for draw in (*OF_THE_LOSS, *kernel_figures.FIGURES, *scaling_figures.FIGURES)}
 
 
 def figure_of(name: str) -> Figure:

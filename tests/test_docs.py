@@ -132,7 +132,8 @@ def test_tests_that_are_named_exist(page):
 
 def test_figures_are_those_of_the_script_shown_and_small():
     names = {f"figures/{name}.png" for name in figures().FIGURES}
-    shown = {target for page in PAGES for image, _, target, _ in LINK.findall(page.read_text()) if image}
+    pages = [*PAGES, DOCS / "scaling.md"]  # the last one: tests/test_cost_model.py
+    shown = {target for page in pages for image, _, target, _ in LINK.findall(page.read_text()) if image}
     assert shown == names == {f"figures/{file.name}" for file in (DOCS / "figures").iterdir()}
     for name in names:
         assert (DOCS / name).stat().st_size < 60_000
@@ -140,7 +141,7 @@ def test_figures_are_those_of_the_script_shown_and_small():
 
 @pytest.mark.parametrize("name", [
     "mask", "group_size", "epsilon", "loss_types", "weights", "kl_estimators", "beta", "gemms", "chunk", "row_passes",
-    "online_softmax", "traffic",
+    "online_softmax", "traffic", "scaling_check", "scaling_phases", "scaling_strong",
 ])  # fmt: skip
 def test_a_figure_shows_what_the_code_computes(name):
     with Image.open(DOCS / "figures" / f"{name}.png") as image:
