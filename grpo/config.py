@@ -167,7 +167,7 @@ class Config:
     optim: tyro.conf.OmitArgPrefixes[OptimConfig] = field(default_factory=OptimConfig)
     eval: tyro.conf.OmitArgPrefixes[EvalConfig] = field(default_factory=EvalConfig)
 
-    def flat(self) -> dict[str, object]:
+    def flat(self) -> dict[str, Any]:
         """Every knob by its flag's name (underscores), as `config.json` holds them."""
         return {
             knob.name: getattr(getattr(self, concern.name), knob.name)

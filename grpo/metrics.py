@@ -144,7 +144,7 @@ class LogHistory:
                 file.truncate()
                 raise
         self.end += len(text)
-        self.rows.append(row)
+        self.rows.append(dict(row))
 
     def truncate_to(self, step: int) -> None:
         """Drop the rows after `step`: a run resumed from that step's checkpoint writes them again."""
@@ -189,7 +189,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     except (RecursionError, ValueError):  # nested too deeply, a number too long
         rows = None
     steps = [row.get("step") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
-    if not all(type(step) is int for step in steps) or any(a >= b for a, b in zip(steps, steps[1:])):
+    numbers = [step for step in steps if type(step) is int]
+    if len(numbers) < len(steps) or any(a >= b for a, b in zip(numbers, numbers[1:])):
         raise UsageError(f"{path}: not a log history (a JSON list with one object per step, in order)")
     return rows
 

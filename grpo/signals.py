@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
+from typing import Any
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,7 +23,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._finishing = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}  # what `signal.signal` gives and takes
 
     @property
     def exit_code(self) -> int:

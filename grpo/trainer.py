@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from env.clarify import ClarifyEnv, EpisodeRecord
+from env.clarify import ClarifyEnv, EnvFactory, EpisodeRecord
 from env.rubrics import reward
 from grpo import advantages as adv
 from grpo import distributed
@@ -73,7 +73,7 @@ class Trainer:
         chat: ChatTokens,
         reference: Reference | None,
         packing: Packing,
-        env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
+        env_factory: EnvFactory = ClarifyEnv,
     ):
         if (config.loss.beta > 0) != (reference is not None):
             raise ValueError(f"beta is {config.loss.beta} but reference is {reference}")

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -158,9 +159,9 @@ def tree_attention(
         if options.get(name) is not None:
             raise UsageError(f"attention option `{name}` of {type(module).__name__}")
     if tree_layout.record:
-        tree_layout.prefix[module.layer_idx] = key.detach(), value.detach()
+        tree_layout.prefix[cast(int, module.layer_idx)] = key.detach(), value.detach()
     elif tree_layout.prefix_length:
-        past_key, past_value = tree_layout.prefix[module.layer_idx]
+        past_key, past_value = tree_layout.prefix[cast(int, module.layer_idx)]
         key, value = torch.cat([past_key.to(key.dtype), key], 2), torch.cat([past_value.to(value.dtype), value], 2)
     # Under autocast the norms leave queries and keys in float32; attention is in the type of the linear layers.
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -168,7 +169,7 @@ def tree_attention(
         output = _TreeAttention.apply(query, key, value, tree_layout, scaling or query.shape[-1] ** -0.5)
         return output.transpose(1, 2), None
     half = value.dtype in (torch.float16, torch.bfloat16)  # all that flash attention takes
-    attend = _varlen if half and varlen_attn is not None else _segment_by_segment
+    attend = _varlen if half else _segment_by_segment
     return attend(query, key, value, tree_layout, scaling), None
 
 
@@ -206,9 +207,10 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for keys, queries, causal in ctx.layout.blocks():
-            of_queries = (x[:, :, queries] for x in (grad, query, output, lse))
-            of_keys = key[:, :, keys], value[:, :, keys]
-            q, k, v = _block_backward(*of_queries, *of_keys, causal, ctx.scaling)
+            of_grad, of_query, of_output, of_lse = (x[:, :, queries] for x in (grad, query, output, lse))
+            q, k, v = _block_backward(
+                of_grad, of_query, of_output, of_lse, key[:, :, keys], value[:, :, keys], causal, ctx.scaling
+            )
             if causal:
                 grad_query[:, :, queries] = q
             else:
@@ -292,13 +294,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scali
         q.contiguous(), k[columns], v[columns], cu_queries, cu_keys, longest_query, longest_key,
         scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+    assert isinstance(output, Tensor)  # nothing else was asked for
     return output.to(query.dtype)[None]
 
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 # Without a layout a forward is a plain one, so its masks are SDPA's.
