@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import tyro
@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from grpo import checkpoint, rollout_record, run_folder
 from grpo.config import Config, UsageError, tyro_cli, validate
 from grpo.console import run_entry
+from grpo.engines import Engine
 from grpo.invariants import BrokenInvariant
 from grpo.lora import load_trained
 from grpo.metrics import read_log
@@ -85,7 +86,7 @@ class Probe:
 
     def _see_gradient(self, name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
-            if not torch.isfinite(parameter.grad).all():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
                 self.gradients[name] = None
 
         return hook
@@ -148,7 +149,7 @@ def prepare(file: Path, device: str = "cpu", weights: str = "") -> tuple[int, Ro
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
     lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]
-    trainer, _ = make_trainer(settings, NoEngine(max(lengths, default=0)))
+    trainer, _ = make_trainer(settings, cast(Engine, NoEngine(max(lengths, default=0))))
     return step, record, trainer, load_weights(trainer, file, record, weights)
 
 
@@ -215,7 +216,7 @@ def _repeat_steps(trainer: Trainer, run: Path, record: RolloutRecord) -> str:
             print(f"warning: {error}", file=sys.stderr)
             continue
         checkpoint.load(folder, trainer.policy.model, trainer.optimizer)
-        done, origin = checkpoint.number(folder), folder.name
+        done, origin = checkpoint.number(folder) or 0, folder.name
         break
     for earlier in range(done + 1, step):
         try:
