@@ -129,7 +129,7 @@ def test_what_is_done_is_kept_and_what_was_stopped_goes_on(finished):
     runs[1].divergence.unlink()
     _, chains = planned(finished)
     stopped, measured = chains[1], chains[2]
-    assert [stage.label for stage in stopped.stages] == ["training, goes on"]  # its evaluation is there still
+    assert [stage.label for stage in stopped.stages] == ["training (goes on)"]  # its evaluation is there still
     words = stopped.stages[0].command
     assert words[words.index("--resume") + 1] == str(runs[0].folder) and "--output-dir" not in words
     assert [stage.label for stage in measured.stages] == ["KL to the base"]
@@ -216,6 +216,12 @@ def test_a_failing_process_is_named_and_the_others_go_on(tmp_path, capsys):
     assert (tmp_path / "done").exists() and good.stages == [] and len(bad.stages) == 2
     assert seen[-1] == (4, 4) and [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert "bad: stage 0 failed" in capsys.readouterr().out
+
+
+def test_a_process_that_was_killed_is_named(tmp_path):
+    killed = chain(tmp_path, "killed", "import os; print('step 3', flush=True); os.kill(os.getpid(), 9)")
+    carried_out([killed])
+    assert killed.failed == f"stage 0 was killed by signal 9, its last line: step 3 ({killed.log})"
 
 
 def test_processes_run_side_by_side_with_the_threads_asked_for(tmp_path):

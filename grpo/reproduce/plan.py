@@ -163,7 +163,7 @@ def run_chain(args: Arguments, model: str, run: Run) -> Chain:
         started = (run.folder / "config.json").exists()
         where = ["--resume" if started else "--output-dir", str(run.folder)]
         history = run.folder / "log_history.json"
-        done, label = rows_in(history), "training, goes on" if started else "training"
+        done, label = rows_in(history), "training (goes on)" if started else "training"
         units = max(1, run.settings.optim.num_steps - done)
         chain.stages.append(Stage(label, [str(ROOT / "train.py"), *run.flags, *where], units, history, done))
     if not kept(run.evaluation, run.settings, args):

@@ -108,7 +108,8 @@ def ended_well(chain: Chain, stopping: bool) -> bool:
         print(f"{chain.name}: {stage.label} stopped", flush=True)
     else:
         lines = [line for line in chain.log.read_text(errors="replace").splitlines() if line.strip()]
-        chain.failed = f"{stage.label} failed with code {code}: {lines[-1].strip() if lines else ''} ({chain.log})"
+        how = f"was killed by signal {-code}, its last line" if code < 0 else f"failed with code {code}"
+        chain.failed = f"{stage.label} {how}: {lines[-1].strip() if lines else ''} ({chain.log})"
         print(f"{chain.name}: {chain.failed}", flush=True)
     return code == 0
 
