@@ -11,6 +11,8 @@ The head is where a small model spends its memory (N x V logits) and much of its
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -93,7 +95,7 @@ def policy_loss(
     Returns:
         the loss, a differentiable scalar; the metrics of `grpo_loss`; the policy's log-probs [N], detached.
     """
-    named = dict(
+    named: dict[str, Any] = dict(
         advantages=advantages,
         token_weights=batch.token_weights,
         sampler_logprobs=batch.sampler_logprobs,

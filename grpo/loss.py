@@ -103,21 +103,19 @@ def kl_divergence(policy_logprobs: Tensor, ref_logprobs: Tensor, estimator: str,
     raise ValueError(f"kl_estimator: {estimator!r} is not one of k1, k2, k3, k3_ratio")
 
 
-def mismatch_weights(old: Tensor, sampler: Tensor, episode_index: Tensor, config: LossConfig) -> Tensor:
+def mismatch_weights(log_weights: Tensor, mismatch: str, cap: float) -> Tensor:
     """Importance weights w = pi_old / pi_sampler, limited, for a sampler that is not the trainer: [N], constant.
 
     `token_clip` min(w, cap); `token_mask` w, or 0 above the cap; `sequence_mask` the same with the product of w over
-    the episode. No lower bound, as in TRL, whose cap is called vllm_importance_sampling_clip_max.
+    the episode, so that `log_weights` [N] is then the sum of old - sampler over it, not a token's own. No lower bound,
+    as in TRL, whose cap is called vllm_importance_sampling_clip_max.
     """
-    log_weights = old - sampler  # [N]
-    if config.mismatch == "sequence_mask":
-        log_weights = episode_sum(log_weights, episode_index)
     weights = log_weights.exp()  # an overflow is above the cap, and there is no gradient to spoil
-    if config.mismatch == "token_clip":
-        return weights.clamp(max=config.mismatch_cap)
-    if config.mismatch in ("token_mask", "sequence_mask"):
-        return weights.masked_fill(weights > config.mismatch_cap, 0.0)
-    raise ValueError(f"mismatch: {config.mismatch!r} is not one of none, token_clip, token_mask, sequence_mask")
+    if mismatch == "token_clip":
+        return weights.clamp(max=cap)
+    if mismatch in ("token_mask", "sequence_mask"):
+        return weights.masked_fill(weights > cap, 0.0)
+    raise ValueError(f"mismatch: {mismatch!r} is not one of none, token_clip, token_mask, sequence_mask")
 
 
 def ratio_summary(name: str, ratio: Tensor, trained: Tensor) -> dict[str, Tensor]:
@@ -187,14 +185,16 @@ def grpo_loss(
 
     if sampler_logprobs is not None:
         sampler_logprobs = torch.where(trained, sampler_logprobs.detach(), 0)
-        gap = (old_logprobs - sampler_logprobs).abs()  # [N]
+        log_weights = old_logprobs - sampler_logprobs  # [N]
+        gap = log_weights.abs()  # [N]
         metrics |= {"sampler_gap": gap.sum(), "sampler_gap_max": torch.cat([gap, gap.new_zeros(1)]).max()}
         # prod_t pi_old / pi_sampler over an episode, at each of its tokens
-        log_product = episode_sum(old_logprobs - sampler_logprobs, episode_index)  # [N]
+        log_product = episode_sum(log_weights, episode_index)  # [N]
         product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         metrics |= ratio_summary("sampler_sequence_ratio", product, trained)
         if config.mismatch != "none":
-            weights = mismatch_weights(old_logprobs, sampler_logprobs, episode_index, config)  # [N]
+            of_unit = log_product if config.mismatch == "sequence_mask" else log_weights
+            weights = mismatch_weights(of_unit, config.mismatch, config.mismatch_cap)  # [N]
             metrics["mismatch_weight"] = torch.where(trained, weights, 0).sum()
             objective = objective * weights
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -23,7 +24,7 @@ ARCHITECTURES = (
 NVCC_FLAGS = ("-O3", "-std=c++17", "--fmad=true")
 
 
-def find_nvcc(environ: dict[str, str] = os.environ) -> str | None:
+def find_nvcc(environ: Mapping[str, str] = os.environ) -> str | None:
     """nvcc on PATH, or of CUDA_HOME or CUDA_PATH."""
     found = shutil.which("nvcc", path=environ.get("PATH", ""))
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -39,7 +40,7 @@ def torch_cuda_version() -> str | None:
     return torch.version.cuda
 
 
-def why_not(nvcc: str | None, cuda_version=torch_cuda_version) -> str | None:
+def why_not(nvcc: str | None, cuda_version: Callable[[], str | None] = torch_cuda_version) -> str | None:
     """Why the extension is not built, or None where it is: it needs nvcc and a torch that can use the result."""
     try:
         version = cuda_version()
@@ -73,11 +74,15 @@ def build(nvcc: str, output: Path = LIBRARY) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def build_if_possible(nvcc: str | None = None, cuda_version=torch_cuda_version, builder=build) -> str:
+def build_if_possible(
+    nvcc: str | None = None,
+    cuda_version: Callable[[], str | None] = torch_cuda_version,
+    builder: Callable[[str], None] = build,
+) -> str:
     """One line that says what happened. An optional kernel must not make an installation fail."""
     nvcc = nvcc or find_nvcc()
     reason = why_not(nvcc, cuda_version)
-    if reason:
+    if nvcc is None or reason:
         return f"grpo_kernels: CUDA row kernel not built: {reason}"
     try:
         builder(nvcc)

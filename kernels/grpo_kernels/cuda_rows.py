@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -90,10 +91,10 @@ def plan(library: ctypes.CDLL, vocab: int, dtype: torch.dtype, shared_limit: int
     """The tiers of a row under `shared_limit` bytes of shared memory a block: the fields of `Plan`."""
     out = Plan()
     _raise_for(library, library.grpo_rows_plan(vocab, DTYPES[dtype], shared_limit, variant, ctypes.byref(out)))
-    return {name: getattr(out, name) for name, _ in Plan._fields_}
+    return {field[0]: getattr(out, field[0]) for field in Plan._fields_}
 
 
-def _check(library: ctypes.CDLL, logits: Tensor, targets: Tensor, tokens: dict[str, Tensor | None]) -> None:
+def _check(library: ctypes.CDLL, logits: Tensor, targets: Tensor, tokens: Mapping[str, Tensor | None]) -> None:
     if logits.dtype not in DTYPES:
         raise ValueError(f"logits: {logits.dtype}, but the CUDA row kernel takes float32, bfloat16 and float16")
     if logits.dim() != 2 or not logits.shape[1] or (logits.shape[1] > 1 and logits.stride(1) != 1):
@@ -129,7 +130,7 @@ def launch(
     library: ctypes.CDLL,
     logits: Tensor,
     targets: Tensor,
-    tokens: dict[str, Tensor | None],
+    tokens: Mapping[str, Tensor | None],
     objective: Objective,
     temperature: float,
     backward: bool,
@@ -156,14 +157,14 @@ def launch(
         **{name: tensor.data_ptr() for name, tensor in inputs.items()},
         **_scalars(objective, temperature),
     )  # fmt: skip
-    device = contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if logits.is_cuda:
         device = torch.cuda.device(logits.device)
         args.stream = torch.cuda.current_stream(logits.device).cuda_stream
     if num_rows:
         with device:
             _raise_for(library, library.grpo_rows(ctypes.byref(args)))
-    return TokenStats(*stats.unbind(0), clipped)
+    return TokenStats._make([*stats.unbind(0), clipped])
 
 
 def grpo_rows_(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from grpo.config import LossConfig
 from grpo_kernels import reference
 from grpo_kernels.checks import check_sampler, check_tokens
 from grpo_kernels.dispatch import resolve
-from grpo_kernels.objective import Objective, TokenStats, token_terms
+from grpo_kernels.objective import Objective, Tokens, TokenStats, each_tensor, token_terms
 
 
 def grpo_token_loss(
@@ -40,32 +42,39 @@ def grpo_token_loss(
         ValueError: a loss that needs whole episodes (named), wrong shapes, a tensor that the config asks for is None.
         RuntimeError: an implementation that cannot run here.
     """
-    named = dict(
-        entropy=entropy, advantages=advantages, token_weights=token_weights, old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs,
+    tokens = Tokens(
+        advantages=advantages, token_weights=token_weights, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
     )  # fmt: skip
     objective = Objective.of(config)
     if policy_logprobs.dim() != 1:
         raise ValueError(f"policy_logprobs: {tuple(policy_logprobs.shape)}, but must be [N]")
-    check_tokens(len(policy_logprobs), policy_logprobs=policy_logprobs, **named)
+    check_tokens(len(policy_logprobs), policy_logprobs=policy_logprobs, entropy=entropy, **tokens)
     check_sampler(config.mismatch, sampler_logprobs)
     if config.entropy_coef and entropy is None:
         raise ValueError("entropy_coef is not 0 but no entropy was given")
     impl = resolve("grpo_token_loss", impl, policy_logprobs.device)
     if impl == "reference":
-        return reference.grpo_token_loss(policy_logprobs, named.pop("entropy"), config=config, **named)
+        return reference.grpo_token_loss(policy_logprobs, entropy, config=config, **tokens)
     terms = token_terms if impl == "torch" else importlib.import_module("grpo_kernels.triton_token_loss").token_terms
     dtype = torch.float64 if policy_logprobs.dtype == torch.float64 else torch.float32
-    rest = {name: None if t is None else t.detach().to(dtype) for name, t in named.items() if name != "entropy"}
-    loss, *stats = _GrpoTokenLoss.apply(policy_logprobs, entropy, terms, dict(rest, objective=objective), dtype)
+    settings = dict(each_tensor(tokens, lambda t: t.detach().to(dtype)), objective=objective)
+    loss, *stats = _GrpoTokenLoss.apply(policy_logprobs, entropy, terms, settings, dtype)
     return loss, TokenStats(*stats)
 
 
 class _GrpoTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logprobs, entropy, terms, tokens, dtype):
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        terms: Callable[..., tuple[TokenStats, Tensor, Tensor]],
+        settings: dict[str, Any],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
         stats, grad, grad_entropy = terms(
-            logprobs.to(dtype).contiguous(), None if entropy is None else entropy.to(dtype).contiguous(), **tokens
+            logprobs.to(dtype).contiguous(), None if entropy is None else entropy.to(dtype).contiguous(), **settings
         )
         ctx.save_for_backward(grad, grad_entropy)
         ctx.dtypes = logprobs.dtype, None if entropy is None else entropy.dtype
@@ -74,7 +83,7 @@ class _GrpoTokenLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream, *_):
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grad, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes
         entropy_part = (grad_entropy * upstream).to(entropy_dtype) if ctx.needs_input_grad[1] else None

@@ -14,6 +14,9 @@ The backward pass multiplies the stashed dX and dW by the upstream scalar. Memor
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from grpo.config import LossConfig
 from grpo_kernels import chunking, reference, torch_rows
 from grpo_kernels.checks import check_linear, check_sampler, check_tokens
 from grpo_kernels.dispatch import resolve, rows_backend
-from grpo_kernels.objective import Objective, TokenStats
+from grpo_kernels.objective import Objective, Tokens, TokenStats, each_tensor
 
 
 def linear_grpo_loss(
@@ -60,7 +63,7 @@ def linear_grpo_loss(
             needs whole episodes, importance weights without the sampler's log-probs.
         RuntimeError: an implementation that cannot run here.
     """
-    named = dict(
+    named = Tokens(
         advantages=advantages, token_weights=token_weights, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
         sampler_logprobs=sampler_logprobs,
     )  # fmt: skip
@@ -72,7 +75,7 @@ def linear_grpo_loss(
     if impl == "reference":
         return reference.linear_grpo_loss(hidden, weight, targets, config=config, temperature=temperature, **named)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    tokens = {name: None if t is None else t.detach().to(dtype).contiguous() for name, t in named.items()}
+    tokens = each_tensor(named, lambda t: t.detach().to(dtype).contiguous())
     differentiable = torch.is_grad_enabled()
     loss, *stats = _LinearGrpoLoss.apply(
         hidden, weight, targets, tokens, objective, temperature, rows_backend(impl), differentiable
@@ -82,7 +85,17 @@ def linear_grpo_loss(
 
 class _LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, tokens, objective, temperature, rows, differentiable):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tokens: Tokens,
+        objective: Objective,
+        temperature: float,
+        rows: ModuleType,
+        differentiable: bool,
+    ) -> tuple[Tensor, ...]:
         needs = [differentiable and need for need in ctx.needs_input_grad[:2]]
         ctx.again = tokens, objective, temperature, rows, needs
         ctx.save_for_backward(hidden, weight, targets)
@@ -92,7 +105,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream, *_):
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, targets = ctx.saved_tensors
         stash = ctx.stash or one_pass(hidden, weight, targets, *ctx.again)[2]
         ctx.stash = None
@@ -109,10 +122,10 @@ def one_pass(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    tokens: dict[str, Tensor | None],
+    tokens: Tokens,
     objective: Objective,
     temperature: float,
-    rows=torch_rows,
+    rows: ModuleType = torch_rows,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, Tensor | None, Tensor]]:
     """Loss, stats and (dX, dW, scale); the gradients are dX * scale and dW * scale.
@@ -124,32 +137,33 @@ def one_pass(
     weight = weight.to(hidden.dtype)
     # The loss is linear in the weights, so dividing them by a power of two is exact.
     scale = chunking.underflow_scale(hidden.dtype, tokens["token_weights"])
-    tokens = dict(tokens, token_weights=tokens["token_weights"] / scale)
+    tokens = Tokens(**{**tokens, "token_weights": tokens["token_weights"] / scale})
     trained = (tokens["token_weights"] != 0)[:, None]  # [N, 1]
 
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
     d_weight = weight.new_empty(weight.shape, dtype=dtype) if needs[1] else None
-    if not num_rows and needs[1]:
+    if not num_rows and d_weight is not None:
         d_weight.zero_()
     most = max(1, min(num_rows, chunking.chunk_rows(vocab, hidden.dtype, hidden.device)))
-    buffer, parts = chunking.logits_buffer(most, weight), []
+    buffer = chunking.logits_buffer(most, weight)
+    parts: list[TokenStats] = []
     for part in chunking.chunks(num_rows, most):
         # An untrained row may hold NaN, and 0 * NaN would reach dW: it is replaced, not multiplied away.
         inputs = torch.where(trained[part], hidden[part], 0)  # [n, D]
         logits = chunking.logits_of(inputs, weight, buffer)  # [n, V]
-        of_chunk = {name: None if t is None else t[part] for name, t in tokens.items()}
+        of_chunk = each_tensor(tokens, lambda t: t[part])  # noqa: B023 (called here)
         parts.append(
             rows.grpo_rows_(
                 logits, targets[part], objective=objective, temperature=temperature, backward=any(needs), **of_chunk
             )
         )
-        if needs[0]:
+        if d_hidden is not None:
             chunking.hidden_gradient_(d_hidden[part], logits, weight)
-        if needs[1]:
+        if d_weight is not None:
             chunking.accumulate_outer_(d_weight, logits, inputs, first=part.start == 0)
     if not parts:
         empty = hidden.new_empty(0, dtype=dtype)
-        parts = [TokenStats(*[empty] * (len(TokenStats._fields) - 1), empty.int())]
+        parts = [TokenStats._make([*[empty] * (len(TokenStats._fields) - 1), empty.int()])]
     stats = torch_rows.concatenate(parts)
     stats = stats._replace(loss=stats.loss * scale)
     return stats.loss.sum(), stats, (d_hidden, d_weight, scale)

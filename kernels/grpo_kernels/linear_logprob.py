@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,7 +80,9 @@ def linear_logprob_autograd(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, impl):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, impl: str
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # without a gradient of the entropy its half of the work is skipped
         stats = _score(impl, hidden, weight, targets, temperature)
         ctx.save_for_backward(hidden, weight, targets)
@@ -87,13 +91,13 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets = ctx.saved_tensors
         temperature, impl = ctx.settings
         rows = rows_backend(impl)
-        if grad_logprobs is None and grad_entropy is None:
-            return None, None, None, None, None
         if grad_logprobs is None:
+            if grad_entropy is None:
+                return None, None, None, None, None
             grad_logprobs = torch.zeros_like(grad_entropy)
         upstream = [grad_logprobs] if grad_entropy is None else [grad_logprobs, grad_entropy]
         scale = chunking.underflow_scale(hidden.dtype, *upstream)
@@ -109,15 +113,12 @@ class _LinearLogprob(torch.autograd.Function):
         for part in chunking.chunks(len(hidden), most):
             inputs = torch.where(idle[part], 0, hidden[part])
             logits = chunking.logits_of(inputs, compute_weight, buffer)
-            # Not the statistics of the forward pass: its logits were rounded elsewhere (a GEMM of another shape, or
-            # never to 16 bits), and in a peaked row the difference is as large as the gradient.
-            of_chunk = rows.logprob_rows(logits, targets[part], temperature)
-            rows.logprob_rows_backward_(
-                logits, targets[part], of_chunk, *(g[part] for g in grads), temperature=temperature
-            )
-            if needs_hidden:
+            # Not with the statistics of the forward pass: its logits were rounded elsewhere (a GEMM of another shape,
+            # or never to 16 bits), and in a peaked row the difference is as large as the gradient.
+            rows.logprob_rows_backward_(logits, targets[part], None, *(g[part] for g in grads), temperature=temperature)
+            if d_hidden is not None:
                 chunking.hidden_gradient_(d_hidden[part], logits, compute_weight)
-            if needs_weight:
+            if d_weight is not None:
                 chunking.accumulate_outer_(d_weight, logits, inputs, first=False)
         d_hidden = None if d_hidden is None else d_hidden.mul_(scale)
         d_weight = None if d_weight is None else d_weight.mul_(scale).to(weight.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,7 +46,9 @@ def logprob_from_logits(
 
 class _LogprobFromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, temperature, inplace_backward, rows):
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, inplace_backward: bool, rows: ModuleType
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # without a gradient of the entropy its half of the work is skipped
         stats = rows.logprob_rows(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, *stats)
@@ -52,7 +57,7 @@ class _LogprobFromLogits(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, *stats = ctx.saved_tensors
         temperature, inplace_backward, rows = ctx.settings
         if grad_logprobs is None:

@@ -28,14 +28,32 @@ Every r inside dS/dx has derivative r, but 0 where x - old left +-20.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from grpo.config import LossConfig
 from grpo.loss import MAX_LOG_RATIO, SAPO_TAU_NEGATIVE, SAPO_TAU_POSITIVE, clip_range, mismatch_weights
+
+
+class Tokens(TypedDict):
+    """What a loss takes of each token beside its log-prob, [N] each: the keyword arguments of the fused ops."""
+
+    advantages: Tensor
+    token_weights: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    sampler_logprobs: Tensor | None
+
+
+def each_tensor(tokens: Tokens, change: Callable[[Tensor], Tensor]) -> Tokens:
+    """`change` of every tensor that is there; what is None stays None."""
+    tensors = cast("dict[str, Tensor | None]", tokens)
+    return cast(Tokens, {name: None if tensor is None else change(tensor) for name, tensor in tensors.items()})
+
 
 # Bits of `TokenStats.clipped`.
 CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 4
@@ -156,7 +174,8 @@ def token_terms(
 
     weight = torch.ones_like(logprobs)
     if sampler_logprobs is not None and objective.mismatch != "none":
-        weight = mismatch_weights(old, torch.where(trained, sampler_logprobs, zero), None, objective)
+        log_weights = old - torch.where(trained, sampler_logprobs, zero)
+        weight = mismatch_weights(log_weights, objective.mismatch, objective.mismatch_cap)
         weight = torch.where(trained, weight, 1)
     loss, grad = -weight * surrogate, -weight * slope
 
@@ -165,13 +184,14 @@ def token_terms(
         gap = torch.where(trained, ref_logprobs, zero) - logprobs  # d [N]
         cut = gap.clamp(max=MAX_LOG_RATIO)
         kl, k3_slope = torch.expm1(cut) - cut, torch.where(gap <= MAX_LOG_RATIO, -torch.expm1(cut), zero)
-        value, kl_slope = {
+        estimators: dict[str, Callable[[], tuple[Tensor | int, Tensor | int]]] = {
             "none": lambda: (0, 0),
             "k1": lambda: (-gap, 1),
             "k2": lambda: (0.5 * gap * gap, -gap),
             "k3": lambda: (kl, k3_slope),
             "k3_ratio": lambda: (ratio * kl, ratio_slope * kl + ratio * k3_slope),
-        }[objective.kl_estimator]()
+        }
+        value, kl_slope = estimators[objective.kl_estimator]()
         loss, grad = loss + objective.beta * value, grad + objective.beta * kl_slope
     loss = loss - objective.entropy_coef * entropy
 

@@ -6,12 +6,14 @@ of the inputs; the token objective is `grpo.loss.grpo_loss` itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from grpo.config import LossConfig
 from grpo.loss import grpo_loss
-from grpo_kernels.objective import Objective, TokenStats, token_terms
+from grpo_kernels.objective import Objective, Tokens, TokenStats, each_tensor, token_terms
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -57,34 +59,29 @@ def grpo_token_loss(
     """Op 5: the loss by `grpo.loss.grpo_loss`, a token at a time, and the stats by the closed form."""
     Objective.of(config)
     old = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    values = (advantages, token_weights, old, ref_logprobs, sampler_logprobs)
-    advantages, token_weights, old, ref_logprobs, sampler_logprobs = (None if v is None else wide(v) for v in values)
+    given = Tokens(
+        advantages=advantages, token_weights=token_weights, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+    )  # fmt: skip
+    tokens = each_tensor(given, wide)
     loss, _ = grpo_loss(
         policy_logprobs=wide(policy_logprobs),
-        old_logprobs=old,
-        advantages=advantages,
-        token_weights=token_weights,
+        old_logprobs=wide(old),
+        advantages=tokens["advantages"],
+        token_weights=tokens["token_weights"],
         episode_index=torch.arange(len(policy_logprobs), device=policy_logprobs.device),
         config=config,
-        ref_logprobs=ref_logprobs,
-        sampler_logprobs=sampler_logprobs,
+        ref_logprobs=tokens["ref_logprobs"],
+        sampler_logprobs=tokens["sampler_logprobs"],
         entropy=entropy,
     )
-    stats, _, _ = token_terms(
-        wide(policy_logprobs.detach()),
-        None if entropy is None else wide(entropy.detach()),
-        advantages=advantages,
-        token_weights=token_weights,
-        objective=Objective.of(config),
-        old_logprobs=None if old_logprobs is None else old,
-        ref_logprobs=ref_logprobs,
-        sampler_logprobs=sampler_logprobs,
-    )
+    entropy = None if entropy is None else wide(entropy.detach())
+    stats, _, _ = token_terms(wide(policy_logprobs.detach()), entropy, objective=Objective.of(config), **tokens)
     return loss, stats
 
 
 def linear_grpo_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, **tokens
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, **of_loss: Any
 ) -> tuple[Tensor, TokenStats]:
     """Op 1: op 3, then op 5 with its keyword arguments."""
-    return grpo_token_loss(*linear_logprob_autograd(hidden, weight, targets, temperature), **tokens)
+    return grpo_token_loss(*linear_logprob_autograd(hidden, weight, targets, temperature), **of_loss)

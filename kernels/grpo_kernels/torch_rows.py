@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import torch_columns
-from grpo_kernels.objective import Objective, TokenStats, token_terms
+from grpo_kernels.objective import Objective, Tokens, TokenStats, each_tensor, token_terms
 from grpo_kernels.torch_columns import MIN_SHIFTED
 
 # Float32 bytes of one group of rows: with its twin (the exponentials) this stays in the last-level cache of one core.
@@ -110,7 +110,7 @@ def empty_stats(logits: Tensor) -> RowStats:
 def logprob_rows_backward_(
     logits: Tensor,
     targets: Tensor,
-    stats: RowStats,
+    stats: RowStats | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None = None,
     temperature: float = 1.0,
@@ -119,15 +119,18 @@ def logprob_rows_backward_(
 
         dz_j = ( g ([j = y] - p_j) - h p_j (log p_j + H) ) / T
 
-    1 - p of the target is -expm1(logprob), rounded once. A row whose two gradients are 0 becomes 0, whatever it held.
+    `stats` are those of `logprob_rows`, or None where it was not called on these logits: they are then taken here, by
+    the way. 1 - p of the target is -expm1(logprob), rounded once. A row whose two gradients are 0 becomes 0, whatever
+    it held.
     """
     if _by_columns(logits):
-        slope, *_ = coefficients = _coefficients(stats, grad_logprobs, grad_entropy, temperature)
-        if slope is None:
-            torch_columns.statistics(logits, targets, temperature, exponentials=True)
+        if stats is None or grad_entropy is None:  # without an entropy the gradient is written over the exponentials
+            own, _ = _finish(*torch_columns.statistics(logits, targets, temperature, exponentials=grad_entropy is None))
+            stats = stats or own
+        coefficients = _coefficients(stats, grad_logprobs, grad_entropy, temperature)
         return _write_columns(logits, targets, stats, stats.log_sum.exp(), coefficients, temperature)
     for each in _groups(logits, targets, temperature, inplace=True):
-        rows = RowStats(*(field[each.rows] for field in stats))
+        rows = RowStats(*(field[each.rows] for field in stats)) if stats else each.stats
         of_entropy = None if grad_entropy is None else grad_entropy[each.rows]
         _write_rows(logits, each, _coefficients(rows, grad_logprobs[each.rows], of_entropy, temperature))
     return logits
@@ -202,7 +205,7 @@ def grpo_rows_(
     All other tensors are [n], `targets` int64, the rest float32 (float64 with float64 logits). Without `backward` the
     content of `logits` is undefined afterwards.
     """
-    named = dict(
+    named = Tokens(
         advantages=advantages,
         token_weights=token_weights,
         old_logprobs=old_logprobs,
@@ -211,10 +214,9 @@ def grpo_rows_(
     )
 
     def terms(stats: RowStats, rows: slice) -> tuple[TokenStats, _Coefficients]:
-        part = {name: None if tensor is None else tensor[rows] for name, tensor in named.items()}
+        part = each_tensor(named, lambda tensor: tensor[rows])
         tokens, grad, grad_entropy = token_terms(stats.logprobs, stats.entropy, objective=objective, **part)
-        grad_entropy = grad_entropy if objective.entropy_coef else None
-        return tokens, _coefficients(stats, grad, grad_entropy, temperature)
+        return tokens, _coefficients(stats, grad, grad_entropy if objective.entropy_coef else None, temperature)
 
     if _by_columns(logits):
         exponentials = backward and not objective.entropy_coef

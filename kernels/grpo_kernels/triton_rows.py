@@ -254,17 +254,18 @@ def logprob_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> R
 def logprob_rows_backward_(
     logits: Tensor,
     targets: Tensor,
-    stats: RowStats,
+    stats: RowStats | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     """`torch_rows.logprob_rows_backward_`: overwrite `logits` by the gradient of the log-probs and the entropy.
 
-    Every statistic is that of the forward pass, the sum included: a row is read once. Raises RuntimeError for float64.
+    With `stats`, the sum included, a row is read once. Raises RuntimeError for float64.
     """
     refuse_float64(logits=logits)
     num_rows, vocab = logits.shape
+    stats = stats or logprob_rows(logits, targets, temperature)
     if num_rows:
         row_backward_kernel[(num_rows,)](
             logits, targets.contiguous(), *map(as_float32, stats), as_float32(grad_logprobs), as_float32(grad_entropy),
@@ -302,7 +303,7 @@ def grpo_rows_(
             *objective_arguments(objective), *objective_constants(objective),
             ENTROPY_GRADIENT=bool(objective.entropy_coef), BACKWARD=backward, **rows_config(vocab).launch(),
         )  # fmt: skip
-    return TokenStats(*stats, clipped)
+    return TokenStats._make([*stats, clipped])
 
 
 def objective_arguments(objective: Objective) -> tuple[float, ...]:

@@ -84,4 +84,4 @@ def token_terms(
             *objective_arguments(objective), *objective_constants(objective), **LAUNCH,
         )  # fmt: skip
     *stats, grad, grad_entropy = out
-    return TokenStats(*stats, clipped), grad, grad_entropy
+    return TokenStats._make([*stats, clipped]), grad, grad_entropy
