@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import tyro
@@ -27,6 +27,7 @@ from table import finish, machine, markdown, one_line_errors, say
 
 from grpo import invariants, trainer
 from grpo.config import RECIPES, Config, UsageError, tyro_cli
+from grpo.engines import Engine
 from grpo.metrics import step_metrics
 from grpo.run import make_trainer
 
@@ -94,7 +95,7 @@ class TimedWitness(invariants.Witness):
                 inner[0] = time.thread_time() - start
                 return outputs
 
-        self.engine = Stand
+        self.engine = cast(Engine, Stand)
         start = time.thread_time()
         outputs = super().step()
         self.timers.book("witness", time.thread_time() - start - inner[0])
@@ -114,7 +115,7 @@ def measure(args: Arguments) -> tuple[list[dict[str, Any]], Config]:
     for name in CHECKS:
         setattr(trainer, name, timers.timed(name, getattr(trainer, name)))
     TimedWitness.timers = timers
-    trainer.Witness = TimedWitness
+    setattr(trainer, "Witness", TimedWitness)  # noqa: B010 (a class of the module, replaced on purpose)
     alarms = timers.timed("alarms", invariants.alarms)
     bad_steps = timers.timed("bad_steps", invariants.bad_steps)
     each, _ = make_trainer(config)

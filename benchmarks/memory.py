@@ -68,7 +68,7 @@ def watch(args: Arguments, flags: list[str], run: Path) -> list[dict[str, int]]:
                 time.sleep(POLL)
                 step, resident = finished_steps(run), process_memory(process.pid, "VmRSS")
                 if resident and 0 < step < args.steps:  # behind its steps the run still loads matplotlib and draws
-                    peak = process_memory(process.pid, "VmHWM")
+                    peak = process_memory(process.pid, "VmHWM") or resident  # where it ended in between
                     samples.append({"step": step, "resident": resident, "peak": peak})
                     if step >= said + 50:
                         said = step

@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = parse(["--recipe", "tiny", "--device", "cpu"], env={})
     trainer, _ = make_trainer(settings)
-    cpu, clock, steps, sizes = [], [], [], []
+    cpu, clock, steps, sizes = list[float](), list[float](), list[float](), list[int]()
     with tempfile.TemporaryDirectory(dir=".") as folder:
         recorder = Recorder(Path(folder), run_id="", config=settings.flat(), base_sha256="")
 

@@ -13,6 +13,7 @@ Prints markdown tables and, as the last line, JSON; draws a plot.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -72,7 +73,7 @@ class Point:
     reference: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
     padded: list[float] = field(default_factory=list)
-    predicted: float | None = None
+    predicted: float = math.nan
 
     @property
     def cost(self) -> float:
@@ -82,6 +83,7 @@ class Point:
 
 def sweeps(smoke: bool) -> list[Point]:
     """All points. Between two of a sweep nothing but the swept value changes."""
+    values: dict[str, tuple[int, ...]]
     if smoke:
         values = {"members": (2, 4), "prompt": (24, 48), "turns": (1, 2), "groups": (1, 2)}
         base = Shape(members=2, prompt=32, shared=8, turn_tokens=4)
@@ -191,14 +193,14 @@ def reference_share(
                 if again:
                     updates.append(update)
     update = statistics.median(updates)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "shape": dataclasses.asdict(shape),
         "update_seconds": update,
         "rollout_seconds": played.seconds,
-        "reference_seconds": seconds,
-        "share_of_reference_and_update": {name: value / (value + update) for name, value in seconds.items()},
-        "share_of_step": {name: value / (value + update + played.seconds) for name, value in seconds.items()},
+        "reference_seconds": medians,
+        "share_of_reference_and_update": {name: value / (value + update) for name, value in medians.items()},
+        "share_of_step": {name: value / (value + update + played.seconds) for name, value in medians.items()},
         "raw": {"reference": times, "update": updates},
     }
 
@@ -215,8 +217,8 @@ def point_json(point: Point) -> dict[str, Any]:
         "seconds_with_rollout": cost + point.rollout[0],
         "reference_seconds": statistics.median(point.reference),
         "update_seconds": statistics.median(point.update),
-        "predicted_seconds": point.predicted,
-        "measured_over_predicted": cost / point.predicted if point.predicted else None,
+        "predicted_seconds": None if math.isnan(point.predicted) else point.predicted,
+        "measured_over_predicted": None if math.isnan(point.predicted) else cost / point.predicted,
         "padded_seconds": padded,
         "padded_over_unique": padded / cost if padded else None,
         "raw": {"reference": point.reference, "update": point.update, "padded": point.padded},

@@ -55,7 +55,7 @@ class ClarifyTurns:
             text: All of the turn.
         """
         result = self._env.step(text)
-        return self.over if result.done else result.reply
+        return result.reply or self.over
 
     def get_reward(self) -> float:
         return reward(self._env.record, "card", NO_PLAN_PENALTY)
@@ -116,11 +116,13 @@ class OnRequest(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if next(self.requests, "end") == "end":
             sys.exit(0)
+        assert self.trainer
         self.trainer.spent = {"scored": 0.0, "reference": 0.0}
         self.start = self.trainer.now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        assert trainer
         seconds, spent = trainer.now() - self.start, trainer.spent
         prompts, completions, masks = trainer.sampled
         masks = masks or [[1] * len(ids) for ids in completions]

@@ -32,7 +32,7 @@ def median(values: list[float]) -> float | None:
 class Channel:
     """The worker's end. What libraries print to stdout goes to stderr from here on."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         sys.stdout = sys.stderr
@@ -73,7 +73,7 @@ class Side:
     """The parent's end: starts `script` with `settings` and asks it for steps. Ends with it as a context."""
 
     def __init__(self, name: str, python: str, script: str, settings: dict[str, Any], threads: int):
-        self.name, self.died, self.steps = name, "", []
+        self.name, self.died, self.steps = name, "", list[dict[str, Any]]()
         self.peak_seen = 0
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
@@ -88,6 +88,8 @@ class Side:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
+        assert self._process.stdin and self._process.stdout
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         self.about = self._read() or {}
@@ -97,8 +99,8 @@ class Side:
         if self.died:
             return None
         try:
-            self._process.stdin.write("step\n")
-            self._process.stdin.flush()
+            self._requests.write("step\n")
+            self._requests.flush()
         except OSError:
             pass  # reading says how it ended
         result = self._read()
@@ -115,7 +117,7 @@ class Side:
     def close(self) -> None:
         """Let it end; kill it if it does not."""
         try:
-            self._process.stdin.close()
+            self._requests.close()
         except OSError:
             pass
         try:
@@ -123,7 +125,7 @@ class Side:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
     def __enter__(self) -> Side:
@@ -133,7 +135,7 @@ class Side:
         self.close()
 
     def _read(self) -> dict[str, Any] | None:
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if line:
             return json.loads(line)
         code = self._process.wait()

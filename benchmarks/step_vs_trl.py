@@ -146,7 +146,8 @@ def play(args: Arguments, settings: dict[str, Any], interleaved: bool) -> tuple[
                     ask(side, number, args.rounds)
     else:
         ours, theirs = alone("ours", args, settings), alone("trl", args, settings)
-    while theirs.died and not theirs.steps and ("memory" in theirs.died.lower()) and (settings := easier(settings)):
+    while theirs.died and not theirs.steps and ("memory" in theirs.died.lower()) and (smaller := easier(settings)):
+        settings = smaller
         attempts.append(f"died in its first step with at least {theirs.peak_seen / 1e6:.0f} MB: {theirs.died[:200]}")
         say(f"trl: again, with {settings['trl_batch'] or 'all'} episodes at once"
             + (" and gradient checkpointing" if settings["trl_checkpointing"] else ""))  # fmt: skip

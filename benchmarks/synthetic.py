@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from cases import TINY
 from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from env.clarify import StopReason
+from env.clarify import EpisodeRecord, StopReason
 from grpo.batching import Packing, make_microbatches
+from grpo.chat import ChatTokens
 from grpo.config import Config
 from grpo.data_types import Episode, TokenBatch
 from grpo.engines import TurnRequest
@@ -91,7 +93,9 @@ class Side:
         self.packing, self.max_tokens = packing, max_tokens
         reference = Reference(config.model, packing, context)
         self.engine = TorchEngine(policy.model, (), max_context=context, slots=64, device=device)
-        self.trainer = Trainer(config, policy, self.engine, None, reference, packing)
+        no_chat = cast(ChatTokens, None)  # its episodes are ids from the start
+        self.reference = reference
+        self.trainer = Trainer(config, policy, self.engine, no_chat, reference, packing)
 
     def batches(self, episodes: list[Episode]) -> list[TokenBatch]:
         weights = [1.0 / (len(episodes) * episode.num_trained) for episode in episodes]
@@ -100,7 +104,7 @@ class Side:
 
     def reference_seconds(self, episodes: list[Episode]) -> tuple[float, list[torch.Tensor]]:
         start = self._now()
-        found = self.trainer.reference.logprobs(episodes, 1.0, self.max_tokens)
+        found = self.reference.logprobs(episodes, 1.0, self.max_tokens)
         return self._now() - start, found
 
     def update_seconds(self, episodes: list[Episode], reference: list[torch.Tensor]) -> float:
@@ -157,8 +161,9 @@ def sample(engine: TorchEngine, shape: Shape, vocab: int, step: int) -> Rollout:
     seconds = time.perf_counter() - start
     turn, between = [1] * shape.turn_tokens, [0] * REPLY_TOKENS
     mask = tuple((turn + between) * (shape.turns - 1) + turn)
+    record, reason = cast(EpisodeRecord, None), StopReason.PLAN  # nobody asks for the record
     episodes = [
-        Episode(prompts[key[0]], tuple(ids[key]), mask, tuple(logprobs[key]), (), StopReason.PLAN, None, 0.0, key[1])
+        Episode(prompts[key[0]], tuple(ids[key]), mask, tuple(logprobs[key]), (), reason, record, 0.0, key[1])
         for key in sorted(ids)
     ]
     return Rollout(episodes, seconds)
@@ -173,6 +178,7 @@ def counts(batches: list[TokenBatch]) -> dict[str, float]:
     """What a step must compute at least: unique tokens, pairs of a token and a key it attends to, trained tokens."""
     pairs = 0
     for batch in batches:
+        assert batch.layout
         lengths = [segment.length for segment in batch.layout.segments]
         for index, length in enumerate(lengths):
             before = sum(lengths[i] for i in batch.layout.ancestors(index))

@@ -92,7 +92,9 @@ class Row:
     def measure(self, problem: Problem) -> tuple[Sample, dict[str, Tensor]]:
         if self.fresh_inputs:
             problem = problem.first(len(problem))
-        return measure(lambda: self.run(problem), problem.device)
+        run = self.run
+        assert run, self.missing
+        return measure(lambda: run(problem), problem.device)
 
 
 def why_not_timed(op: str, impl: str, device: torch.device) -> str | None:
@@ -245,7 +247,9 @@ def time_rounds(
     return samples
 
 
-def summarise(results: list[RowResult], samples: list[list[Sample]], rows: list[Row], benchmark: Benchmark, case: Case):
+def summarise(
+    results: list[RowResult], samples: list[list[Sample]], rows: list[Row], benchmark: Benchmark, case: Case
+) -> None:
     """Fill in times, rates and memory. The floor row, if any, is the first."""
     floor = samples[0] if rows[0].kind == "floor" else []
     outputs, accumulator = benchmark.outputs(case)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import baselines
 import harness
@@ -67,7 +68,8 @@ def bare_gemms(case: Case, device: torch.device, gemms: int = 3, keep_logits: bo
 def ours(impl: str, device: torch.device) -> Row:
     def run(problem: Problem) -> dict[str, Tensor]:
         hidden, weight = problem.inputs["hidden"], problem.inputs["weight"]
-        loss, _ = linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, impl=impl, **problem.tokens)
+        tokens: dict[str, Any] = problem.tokens
+        loss, _ = linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, impl=impl, **tokens)
         return baselines.backward(loss, problem)
 
     missing = why_not_timed("linear_grpo_loss", impl, device)
@@ -99,7 +101,8 @@ def rows(case: Case, device: torch.device, args: Arguments) -> list[Row]:
 
 def truths(problem: Problem) -> dict[str, dict[str, Tensor]]:
     hidden, weight = problem.inputs["hidden"], problem.inputs["weight"]
-    loss, stats = reference.linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, **problem.tokens)
+    tokens: dict[str, Any] = problem.tokens
+    loss, stats = reference.linear_grpo_loss(hidden, weight, problem.targets, config=CONFIG, **tokens)
     op = baselines.backward(loss, problem) | {"loss_scale": stats.loss.abs().sum()}
     del loss, stats
     return {"op": op, "cross_entropy": baselines.cross_entropy_truth(problem)}
@@ -124,7 +127,7 @@ def goals(case: Case, results: dict[str, RowResult]) -> list[Goal]:
             if result.ratio_to_floor:
                 ratio = result.ratio_to_floor
                 found.append(Goal(f"{name} / bare GEMMs", 1 / 0.85, ratio, ratio <= 1 / 0.85))
-            if trl:
+            if trl and trl.ms and trl.peak_mb and result.ms is not None and result.peak_mb is not None:
                 found.append(Goal(f"{name} / TRL, time", 0.8, result.ms / trl.ms, result.ms / trl.ms <= 0.8))
                 memory = result.peak_mb / trl.peak_mb
                 found.append(Goal(f"{name} / TRL, peak memory", 1, memory, memory <= 1))

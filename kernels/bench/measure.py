@@ -91,7 +91,7 @@ def _status(key: str) -> int:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge the numbers: device, threads, versions, commit. JSON types only."""
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ class Problem:
     """Inputs of an op. Only what it uses is there; `inputs` names the differentiable ones."""
 
     inputs: dict[str, Tensor]
-    targets: Tensor | None = None
+    targets: Tensor
+    """[N] int64; [0] for an op that is given log-probs."""
     tokens: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """[N] float32: advantages, token_weights, old_logprobs, ref_logprobs; for ops with any upstream gradient, that."""
 
@@ -79,11 +81,10 @@ class Problem:
     def first(self, count: int) -> Problem:
         """The first `count` tokens, a whole number of episodes or less than one, weighted 1 / count."""
         inputs = {name: tensor if name == "weight" else _leaf(tensor[:count]) for name, tensor in self.inputs.items()}
-        targets = None if self.targets is None else self.targets[:count]
         tokens = {name: tensor[:count] for name, tensor in self.tokens.items()}
         if "token_weights" in tokens:
             tokens["token_weights"] = tokens["token_weights"] * (len(self) / count)
-        return Problem(inputs, targets, tokens)
+        return Problem(inputs, self.targets[:count], tokens)
 
     def double(self) -> Problem:
         """The same numbers in float64: what is computed from them counts as the truth."""
@@ -112,7 +113,7 @@ def head_problem(case: Case, device: torch.device) -> Problem:
     A hidden state is noise plus the row of its target, scaled so that the target's log-prob is around -2 give or take
     2: the noise alone would give logits of spread 2, a log-sum-exp of log V + 2, and no gradient to test.
     """
-    random = dict(generator=_generator(device), device=device)
+    random: dict[str, Any] = dict(generator=_generator(device), device=device)
     weight = torch.randn(case.V, case.D, **random).div_(math.sqrt(case.D))
     targets = torch.randint(case.V, (case.N,), **random)
     lift = math.log(case.V) + LOGIT_SPREAD**2 / 2 + 2 * torch.randn(case.N, 1, **random)  # [N, 1]
@@ -128,7 +129,7 @@ def head_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"hidden": _leaf(hidden), "weight": _leaf(weight)}, targets, tokens)
 
 
-def token_values(logprobs: Tensor, **random) -> dict[str, Tensor]:
+def token_values(logprobs: Tensor, **random: Any) -> dict[str, Tensor]:
     """Old and reference log-probs near the policy's, one advantage for each episode, equal weights: [N] float32.
 
     One ratio in eight is clearly outside the clip range and the others clearly inside: next to a bound it is the
@@ -149,7 +150,7 @@ def token_values(logprobs: Tensor, **random) -> dict[str, Tensor]:
 
 def logits_problem(case: Case, device: torch.device) -> Problem:
     """logits [N, V] with a lifted target, and an upstream gradient of the log-probs."""
-    random = dict(generator=_generator(device), device=device)
+    random: dict[str, Any] = dict(generator=_generator(device), device=device)
     logits = LOGIT_SPREAD * torch.randn(case.N, case.V, **random)
     targets = torch.randint(case.V, (case.N,), **random)
     lift = math.log(case.V) + LOGIT_SPREAD**2 / 2 + 2 * torch.randn(case.N, 1, **random)
@@ -160,6 +161,7 @@ def logits_problem(case: Case, device: torch.device) -> Problem:
 
 def token_problem(case: Case, device: torch.device) -> Problem:
     """Log-probs [N] of a policy, and everything the loss needs."""
-    random = dict(generator=_generator(device), device=device)
+    random: dict[str, Any] = dict(generator=_generator(device), device=device)
     logprobs = -torch.randn(case.N, **random).abs() - 1e-3
-    return Problem({"logprobs": _leaf(logprobs)}, None, token_values(logprobs, **random))
+    no_targets = torch.empty(0, dtype=torch.int64, device=device)
+    return Problem({"logprobs": _leaf(logprobs)}, no_targets, token_values(logprobs, **random))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,12 +77,16 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if value < 1 else f"{value:.{max(0, digits - len(str(int(value))))}f}"
 
 
+def error_of(name: str, row: dict[str, Any]) -> str:
+    return f"{row['errors'][name]:.1e}" if name in row["errors"] else "-"
+
+
 def case_table(case: dict[str, Any]) -> str:
     """Markdown: one line a row, reasons for what did not run, notes, goals."""
     rows = case["rows"]
     ran = [row for row in rows if row["ms"] is not None]
     errors = list(dict.fromkeys(name for row in ran for name in row["errors"]))
-    columns = [
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("implementation", lambda row: row["name"]),
         ("ms", lambda row: number(row["ms"])),
         ("p20-p80", lambda row: f"{number(row['p20'])}-{number(row['p80'])}"),
@@ -92,8 +97,7 @@ def case_table(case: dict[str, Any]) -> str:
         ("peak MB", lambda row: number(row["peak_mb"])),
         ("extra MB", lambda row: number(row["extra_mb"])),
     ]
-    columns += [(f"err {name}", lambda row, name=name: f"{row['errors'][name]:.1e}" if name in row["errors"] else "-")
-                for name in errors]  # fmt: skip
+    columns += [(f"err {name}", partial(error_of, name)) for name in errors]
     cells = [[show(row) for _, show in columns] for row in ran]
     # A column that has nothing to say for this op is left out.
     keep = [i for i in range(len(columns)) if any(line[i] not in ("-", "---") for line in cells)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -99,7 +100,8 @@ def cases(sm: int) -> Iterator[Case]:
     """Everything that is compiled for one chip."""
     yield from row_cases(sm)
     yield from tile_cases(sm)
-    widths = {op2.tile_config(divmod(sm, 10), dtype, aligned).vocab for dtype in DTYPES.values() for aligned in (0, 1)}
+    kinds = itertools.product(DTYPES.values(), (False, True))
+    widths = {op2.tile_config(divmod(sm, 10), dtype, aligned).vocab for dtype, aligned in kinds}
     for blocks in sorted({op2.combine_config(-(-v // width))["BLOCK"] for v in VOCABULARIES for width in widths}):
         yield Case(op2.combine_kernel, sm, f"up to {blocks} tiles", "fp32", op2.combine_config(blocks))
     for name in ("largest objective", "sapo", "cispo", "fewest inputs"):
@@ -194,9 +196,17 @@ def measure(case: Case) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def found_in(pattern: str, text: str) -> re.Match[str]:
+    """What ptxas is known to print."""
+    match = re.search(pattern, text)
+    assert match, f"{pattern!r} is not in {text[:300]!r}"
+    return match
+
+
 def load_build() -> Any:
     """kernels/csrc/build.py, which is no package."""
     specification = importlib.util.spec_from_file_location("grpo_build", KERNELS / "csrc" / "build.py")
+    assert specification and specification.loader
     build = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(build)
     return build
@@ -211,16 +221,16 @@ def cuda_rows(sm: int, nvcc: str) -> list[dict[str, Any]]:
             command += ["-o", f"{folder}/out.cubin", str(source)]
             text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         for name, body in re.findall(r"entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", text, re.S):
-            stack, stores, loads = map(int, re.search(r"(\d+) bytes stack.*?(\d+) .*?(\d+) ", body).groups())
+            stack, stores, loads = map(int, found_in(r"(\d+) bytes stack.*?(\d+) .*?(\d+) ", body).groups())
             shared = re.search(r"(\d+) bytes smem", body)
-            kernel, dtype, threads, registers, blocks = re.search(
+            kernel, dtype, threads, registers, blocks = found_in(
                 r"_Z\d+(\w+?)I\d(\w+?)Li(\d+)ELi(\d+)ELi(\d+)E", name
             ).groups()
             found.append(
                 dict(
                     kernel=f"{kernel} ({source.name})", sm=sm, variant=dtype.lower(),
                     config=f"{threads} threads, {registers} vectors in registers, {blocks} a SM",
-                    registers=int(re.search(r"Used (\d+) registers", body)[1]), spills=stores + loads, stack=stack,
+                    registers=int(found_in(r"Used (\d+) registers", body)[1]), spills=stores + loads, stack=stack,
                     shared=int(shared[1]) if shared else 0, tensor_core=0, needs_tensor_core=False,
                 )
             )  # fmt: skip
