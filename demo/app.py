@@ -46,7 +46,7 @@ def launch_options() -> dict[str, Any]:
 def make_page(root: Path, model: str) -> gr.Blocks:
     """The page over the runs in `root`, not yet served."""
     with gr.Blocks(title="Ask before you act", analytics_enabled=False) as page:
-        with gr.Row(equal_height=True):
+        with gr.Row(elem_classes="pair"):
             gr.HTML(
                 "<h1>Ask before you act</h1><p>A small policy learns to ask what it was not told.</p>",
                 elem_id="title",
@@ -56,7 +56,7 @@ def make_page(root: Path, model: str) -> gr.Blocks:
         with gr.Tabs() as tabs:
             with gr.Tab("Episodes", id="episodes"):
                 episodes = _episodes_tab(root)
-            with gr.Tab("Base and trained", id="versus") as versus_tab:
+            with gr.Tab("Compare", id="versus") as versus_tab:
                 versus = _versus_tab(root, run)
             with gr.Tab("Curves", id="curves") as curves_tab:
                 curve = _curves_tab(root)
@@ -153,7 +153,7 @@ def _episodes_tab(root: Path) -> tuple:
         )
     view = gr.State("talk")
     with gr.Tabs():
-        with gr.Tab("Conversation", id="talk") as talk_tab, gr.Row():
+        with gr.Tab("Conversation", id="talk") as talk_tab, gr.Row(elem_classes="pair"):
             talk = gr.HTML(scale=3, min_width=320, elem_id="talk")
             side = gr.HTML(scale=2, min_width=280, elem_id="side")
         with gr.Tab("Tokens", id="tokens") as tokens_tab:
@@ -213,7 +213,7 @@ def _versus_tab(root: Path, run: gr.Dropdown) -> _Opened:
         label="Held-out scenario: base → trained", choices=[], visible=False, min_width=300, elem_id="scenario"
     )
     wishes = gr.HTML()
-    with gr.Row():
+    with gr.Row(elem_classes="pair"):
         base = gr.HTML(min_width=320, elem_id="base")
         trained = gr.HTML(min_width=320, elem_id="trained")
 
@@ -263,9 +263,9 @@ def _after(run: Run, n: int) -> tuple[tuple[Shown, ...], str]:
 
 
 def _versus_label(before: Shown, after: Shown | None) -> str:
-    scenario = before.scenario
-    trained = f" → {after.score.card:.2f}" if after else ""
-    return f"{before.score.card:.2f}{trained} · {scenario.family.replace('_', ' ')} {scenario.task_id}, {scenario.request}"
+    scenario, trained = before.scenario, f" → {after.score.card:.2f}" if after else ""
+    task = f"{scenario.family.replace('_', ' ')} {scenario.task_id}, {scenario.request}"
+    return f"{before.score.card:.2f}{trained} · {task}"
 
 
 def _versus_summary(run: Run) -> str:

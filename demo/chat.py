@@ -132,7 +132,9 @@ class ModelGame:
             return None
         call = parse_turn(self.loaded.chat.decode_turn(self.sampled.token_ids), self.sampled.finish == "length")
         full = len(self.record.questions) >= self.env.scenario.max_questions  # the environment ends it, unanswered
-        return None if isinstance(call, InvalidTurn) or call.name != "ask_question" or full else call.arguments["question"]
+        if isinstance(call, InvalidTurn) or call.name != "ask_question" or full:
+            return None
+        return call.arguments["question"]
 
     def advance(self) -> None:
         """Sample and play turns until a question waits for the person, or the episode is over."""

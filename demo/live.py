@@ -70,7 +70,7 @@ def _load(model: str) -> chat.Loaded:
         raise gr.Error(views.esc(str(error))) from error
 
 
-# ----------------------------------------------------------------------------------------------- the person is the agent
+# ---------------------------------------------------------------------------------------------- the person is the agent
 
 
 def _agent(models: gr.Dropdown) -> None:
@@ -83,7 +83,7 @@ def _agent(models: gr.Dropdown) -> None:
     talk = gr.HTML(max_height=HEIGHT, autoscroll=True, elem_id="agent_talk")
     with gr.Row(visible=False) as asking:
         question = gr.Textbox(
-            label="Your question", placeholder="What is the date?", max_length=chat.LONGEST, scale=4, min_width=220,
+            label="Your question", placeholder="What would you ask? For one thing at a time.", max_length=chat.LONGEST, scale=4, min_width=220,
             elem_id="question",
         )  # fmt: skip
         ask = gr.Button("Ask", variant="primary", scale=1, min_width=100, elem_id="ask", elem_classes="beside")
@@ -94,7 +94,7 @@ def _agent(models: gr.Dropdown) -> None:
                 for i in range(MOST_FIELDS)
             ]
         propose = gr.Button("Propose this plan", variant="primary", elem_id="propose")
-    with gr.Row():
+    with gr.Row(elem_classes="pair"):
         result = gr.HTML(min_width=300, elem_id="result")
         rival = gr.HTML(min_width=300, elem_id="rival")
 
@@ -167,7 +167,7 @@ def _agent_talk(playing: chat.AgentGame) -> str:
     return views.conversation(playing.shown(), agent="you", user="simulated user", waiting=waiting)
 
 
-# ------------------------------------------------------------------------------------------------ the person is the user
+# ----------------------------------------------------------------------------------------------- the person is the user
 
 
 def _user(models: gr.Dropdown) -> None:
@@ -179,7 +179,7 @@ def _user(models: gr.Dropdown) -> None:
             label="Your request: be vague", value=FAMILIES[first].requests[0].text, max_length=chat.LONGEST, scale=3,
             min_width=240, elem_id="request",
         )  # fmt: skip
-        start = gr.Button("Send request", variant="primary", scale=1, min_width=140, elem_id="start", elem_classes="beside")
+        start = gr.Button("Send request", variant="primary", min_width=140, elem_id="start", elem_classes="beside")
     talk = gr.HTML(
         views.notice("Send a request: the model then asks you, up to six questions, and proposes a plan."),
         max_height=HEIGHT, autoscroll=True, elem_id="user_talk",

@@ -103,7 +103,8 @@ def recorded(run: Run, step: int) -> Recorded:
     path = run.rollouts(step)
     if step not in run.recorded:
         kept = f"here: steps {run.recorded[0]} to {run.recorded[-1]}" if run.recorded else "here: none"
-        raise Unreadable(f"The tokens of step {step} were not kept. A run keeps those since its oldest checkpoint; {kept}.")
+        what = f"The tokens of step {step} were not kept"
+        raise Unreadable(f"{what}. A run keeps those since its oldest checkpoint; {kept}.")
     try:
         return _recorded(path, path.stat().st_mtime_ns)
     except OSError as error:
@@ -209,7 +210,7 @@ def episode_tokens(
     return tokens
 
 
-# --------------------------------------------------------------------------------------------------------------- colours
+# -------------------------------------------------------------------------------------------------------------- colours
 
 
 def largest(values: Iterable[float]) -> float:

@@ -72,10 +72,10 @@ def conversation(shown: Shown, agent: str = "agent", user: str = "user", waiting
         if turn.reply is not None:
             blocks.append(_message("user", user, esc(turn.reply), _reveals(turn)))
     ending = waiting or ENDINGS[shown.record.stop_reason]
-    note = '<p class="faint">The answers in this file are not those of this version’s simulated user.</p>'
-    return (
-        f'<div class="talk{" mine" if user == "you" else ""}">{"".join(blocks)}<p class="ending">{esc(ending)}</p>{note if shown.differs else ""}</div>'
-    )
+    blocks.append(f'<p class="ending">{esc(ending)}</p>')
+    if shown.differs:
+        blocks.append('<p class="faint">Answers in this file are not those of this version’s simulated user.</p>')
+    return f'<div class="talk{" mine" if user == "you" else ""}">{"".join(blocks)}</div>'
 
 
 def _message(side: str, who: str, body: str, note: str = "", raw: str = "") -> str:
@@ -154,7 +154,7 @@ def profile(shown: Shown) -> str:
             told = _badge("good", "request")
         else:
             told = _badge("flat", "never told")
-        star = ' <span class="star" title="critical: counts twice">★</span>' if field in scenario.critical_fields else ""
+        star = ' <span class="star">★</span>' if field in scenario.critical_fields else ""
         rows.append(f"<tr><th>{words(field)}{star}</th><td>{esc(spoken(field, value))}</td><td>{told}</td></tr>")
     return (
         '<div class="card"><div class="title">Hidden profile</div>'
@@ -228,4 +228,5 @@ def label(shown: Shown) -> str:
     reward = "lost" if shown.reward is None else f"{shown.reward:+.2f}"
     ending = shown.record.stop_reason.value.replace("_", " ") if shown.record.stop_reason else "running"
     scenario = shown.scenario
-    return f"{reward} · {scenario.family.replace('_', ' ')} {scenario.task_id}, group {shown.group}.{shown.member} · {ending}"
+    task = f"{scenario.family.replace('_', ' ')} {scenario.task_id}, group {shown.group}.{shown.member}"
+    return f"{reward} · {task} · {ending}"
