@@ -14,7 +14,7 @@ from env.policies import POLICIES
 from env.prompts import first_messages
 from grpo import run_folder
 from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
-from grpo.console import episode_progress, print_comparison, print_report, run_entry, user_input
+from grpo.console import counted, episode_progress, print_comparison, print_report, run_entry, user_input
 from grpo.environment import environment
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
 from grpo.sampling import SamplingConfig
@@ -285,9 +285,11 @@ def evaluate_served(args: Arguments, scenarios: list[Scenario]) -> tuple[dict[st
     path = None if args.output is None else partial_of(args.output)
     kept = Kept(path, settings_of(endpoint, scenarios, sampling, length))
     env_factory = environment(args.env_url, concurrency)
-    if len(kept):
-        print(f"going on: {len(kept)} episodes are kept in {path}", flush=True)
     total = len(scenarios) * (1 + args.also_greedy)
+    if len(kept) < total:
+        endpoint.connect()
+    if len(kept):
+        print(f"going on: {len(kept)} of {total} episodes were kept in {path}", flush=True)
     try:
         with episode_progress(f"evaluating {args.model}", total, len(kept)) as progress:
             report = evaluate_endpoint(
@@ -315,7 +317,7 @@ def finish(report: dict[str, Any], kept: Kept) -> None:
     lost, again = lost_episodes(report)
     if lost:
         reasons = ", ".join(f"{kind}: {number}" for kind, number in lost.items())
-        print(f"warning: {sum(lost.values())} episodes were lost and count as 0 ({reasons})", file=sys.stderr)
+        print(f"warning: {counted(sum(lost.values()), 'episode')} lost, which counts as 0 ({reasons})", file=sys.stderr)
     if not again:
         kept.remove()
     elif kept.path is not None:

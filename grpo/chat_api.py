@@ -32,7 +32,6 @@ READ_SECONDS = 300.0
 """Until a turn counts as lost: it may be a long thought, behind others, on a slow machine."""
 RETRIES = Retries(
     total=8,
-    read=1,  # it has cost READ_SECONDS
     allowed_methods=None,
     status_forcelist=(408, 409, 425, 429, 500, 502, 503, 504, 529),
     backoff_factor=1.0,  # 0, 2, 4, ... 60 seconds, three minutes together, or what Retry-After says
@@ -148,7 +147,7 @@ class ChatEndpoint:
             try:
                 return self._read(self.server.post(f"{self.prefix}/chat/completions", body))
             except ServerError as error:
-                if error.status not in (400, 422) or not self._adapt(body, str(error)):
+                if error.status not in (400, 422) or not self._adapt(body, error.detail.lower()):
                     raise self._explained(error) from error
 
     def _body(self, messages: Sequence[Message], max_tokens: int, sampling: SamplingConfig, seed: int) -> Message:
@@ -168,7 +167,7 @@ class ChatEndpoint:
         """Leave out what the endpoint says that it does not take. False where that is not the reason."""
         if "max_tokens" in body and "max_completion_tokens" in reason:
             self.left_out.add("max_tokens")
-        elif "seed" in body and "seed" in reason.lower():
+        elif "seed" in body and "seed" in reason:
             self.left_out.add("seed")
         else:
             return False
@@ -176,18 +175,18 @@ class ChatEndpoint:
 
     def _explained(self, error: ServerError) -> ServerError:
         """The error with what can be done about it."""
-        text, lower, status = str(error), str(error).lower(), error.status
+        text, detail, status = str(error), error.detail.lower(), error.status
         if status == 404:
             known = ", ".join(self.models[:20]) + (", ..." if len(self.models) > 20 else "")
             there = f"it has {known}" if known else "is the address complete, as in https://host/v1?"
             return ServerError(f"{text}; --model {self.model}: {there}", error.kind, status)
-        if status in (400, 422) and ("content_filter" in lower or "content management policy" in lower):
+        if status in (400, 422) and ("content_filter" in detail or "content management policy" in detail):
             return ServerError(text, FILTERED, status)
-        if status in (400, 413, 422) and ("context length" in lower or "context_length" in lower):
+        if status in (400, 413, 422) and ("context length" in detail or "context_length" in detail):
             return ServerError(f"{text}; --max-completion-len may be too large", CONTEXT_FULL, status)
-        if status is not None and self.tools == "native" and "tool" in lower:
+        if status is not None and self.tools == "native" and "tool" in detail:
             return ServerError(f"{text}; --api-tools prompt describes the tools in the text", error.kind, status)
-        if status in (400, 422) and "temperature" in lower:
+        if status in (400, 422) and "temperature" in detail:
             return ServerError(f"{text}; such models take --temperature 1", error.kind, status)
         return error
 

@@ -179,6 +179,11 @@ def _progress_bar(console: Console, eta: bool = False, transient: bool = False) 
     return Progress(*columns, console=console, transient=transient)
 
 
+def counted(number: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """45 -> 45s, 372 -> 6m12s, 7500 -> 2h05m."""
     seconds = round(seconds)

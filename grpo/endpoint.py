@@ -26,18 +26,21 @@ READ_TIMEOUT = 600.0
 
 
 class Retries(Retry):
-    """urllib3's, which respects Retry-After; an account without credit is not asked again."""
+    """urllib3's, which respects Retry-After. An account without credit is not asked again, and what has not been
+    answered in time only once: it costs all of that time."""
 
     def increment(self, method=None, url=None, response=None, error=None, _pool=None, _stacktrace=None) -> Retry:
         """What is left of the tries after this one. Raises MaxRetryError where nothing is."""
-        if response is not None and b"insufficient_quota" in response.data:
-            raise urllib3.exceptions.MaxRetryError(_pool, url, error)  # the answer itself is returned then
+        late = urllib3.exceptions.ReadTimeoutError
+        late_before = any(isinstance(past.error, late) for past in self.history)
+        no_credit = response is not None and b"insufficient_quota" in response.data  # it is returned then
+        if no_credit or (isinstance(error, late) and late_before):
+            raise urllib3.exceptions.MaxRetryError(_pool, url, error)
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
 RETRIES = Retries(
     total=5,
-    read=2,  # each may have cost READ_TIMEOUT
     allowed_methods=None,  # POST too: a repeated completion is the same work, with the same seed
     status_forcelist=(408, 429, 500, 502, 503, 504),
     backoff_factor=0.5,  # 0, 1, 2, 4, 8 seconds, or what Retry-After says
@@ -52,11 +55,12 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
 class ServerError(UsageError):
-    """What went wrong at a server. `status` is that of its answer, None where there was none; `kind` a word or two."""
+    """What went wrong at a server: `kind` in a word or two; `status` of its answer, None where there was none; `detail`
+    the answer as it came, which is not for showing."""
 
-    def __init__(self, text: str, kind: str = "unreadable answer", status: int | None = None):
+    def __init__(self, text: str, kind: str = "unreadable answer", status: int | None = None, detail: str = ""):
         super().__init__(text)
-        self.kind, self.status = kind, status
+        self.kind, self.status, self.detail = kind, status, detail
 
 
 class Server:
@@ -127,7 +131,8 @@ class Server:
             raise self._unreachable(error, seconds) from error
         if response.status != 200:
             text = f"{method} {path} was answered with {response.status}, {self._excerpt(response)}"
-            raise self.error(text, f"status {response.status}", response.status)
+            detail = response.data[:4000].decode(errors="replace")
+            raise self.error(text, f"status {response.status}", response.status, detail)
         try:
             document = response.json()
         except (ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ from env.prompts import SYSTEM, TOOLS
 from env.time_limit import time_limit
 from grpo.chat_api import CONTEXT_FULL, FILTERED, Answer, ChatEndpoint, Message, tools_as_text
 from grpo.config import RunStopped, UsageError
+from grpo.console import counted
 from grpo.endpoint import InFlight, ServerError
 from grpo.evaluate import report, scenarios_hash
 from grpo.files import write_atomic
@@ -177,7 +178,7 @@ class Kept:
         """How an evaluation that was stopped goes on."""
         if self.path is None:
             return "nothing was kept: give --output to be able to go on"
-        return f"{len(self)} episodes are kept in {self.path}: the same command goes on from there"
+        return f"kept: {counted(len(self), 'episode')} in {self.path}: the same command goes on from there"
 
     def remove(self) -> None:
         """The report is written."""
@@ -202,6 +203,7 @@ class Evaluation:
     """Plays scenarios at an endpoint, `concurrency` episodes at once.
 
     Args:
+        endpoint: connected.
         progress: called with the number of finished episodes and of all.
     """
 
@@ -246,10 +248,8 @@ class Evaluation:
             if self.progress:
                 self.progress(sum(each is not None for each in results), len(results))
 
-        if waiting:
-            self.endpoint.connect()
-            if (ready := getattr(self.env_factory, "ready", None)) is not None:
-                ready()
+        if waiting and (ready := getattr(self.env_factory, "ready", None)) is not None:
+            ready()
         while waiting or live:
             while waiting and len(live) < self.concurrency:
                 index = waiting.popleft()
