@@ -6,6 +6,8 @@
         state.json               run, settings, step, position in the data and the schedule, place in the log
         manifest.json            size and SHA-256 of the other files; written last
 
+Several processes write a file each instead of the first two (`grpo.shards`). Any number of processes reads either.
+
 No generator's state is in it, because none is drawn from: scenarios and every sampled token are functions of (run seed,
 step, ...), the learning rate is a function of the step. The rollouts of a step that was not finished lie beside the
 checkpoints (`grpo.rollout_record`), and the reference is the base that `config.json` names.
@@ -28,6 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from grpo import distributed, shards
 from grpo.config import UsageError
 from grpo.files import ASIDE, commit_folder, remove_folder, sha256
 from grpo.lora import load_trained, save_trained
@@ -64,15 +67,16 @@ def save(run_folder: Path, progress: Progress, model: Any, optimizer: torch.opti
     folder = run_folder / FOLDER
     target = folder / f"step-{progress.step:06d}"
     aside = target.with_name(target.name + ASIDE)
-    tidy(run_folder, keep)
+    distributed.first(tidy, run_folder, keep)
     try:
-        aside.mkdir(parents=True)
+        distributed.first(aside.mkdir, 0o777, True)
         _write(aside, progress, model, optimizer)
-        commit_folder(aside, target)
+        distributed.first(commit_folder, aside, target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if distributed.is_first():
+            shutil.rmtree(aside, ignore_errors=True)
         raise _as_os_error(error, target) from error
-    tidy(run_folder, keep)
+    distributed.first(tidy, run_folder, keep)
     return target
 
 
@@ -117,7 +121,12 @@ def verify(checkpoint: Path) -> None:
     """Compare every file with the manifest. Raises Damaged with the first that differs."""
     try:
         files = _read_json(checkpoint / MANIFEST)["files"]
-        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in (MODEL, OPTIMIZER, STATE)}
+        names = (
+            dict.fromkeys([*files, STATE])
+            if any(name.startswith("shard-") for name in files)
+            else (MODEL, OPTIMIZER, STATE)
+        )
+        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in names}
     except (KeyError, TypeError) as error:
         raise Damaged(f"{checkpoint} is damaged ({MANIFEST}: not a manifest)") from error
     for name, (length, digest) in expected.items():
@@ -149,9 +158,12 @@ def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None
         UsageError: it does not fit them.
     """
     try:
-        state = _optimizer_state(checkpoint)
-        load_trained(model, checkpoint / MODEL)
-        optimizer.load_state_dict(state)
+        if distributed.size() == 1 and (checkpoint / MODEL).is_file():
+            state = _optimizer_state(checkpoint)
+            load_trained(model, checkpoint / MODEL)
+        else:
+            state = shards.read(checkpoint, model, optimizer)
+        optimizer.load_state_dict({"state": state, "param_groups": _param_groups(checkpoint)})
     except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{checkpoint}: cannot be loaded into this model ({reason})") from error
@@ -178,30 +190,42 @@ def set_aside(run_folder: Path, newer_than: int) -> None:
 
 
 def _write(folder: Path, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    state = optimizer.state_dict()
-    tensors = {
-        f"{index}.{name}": tensor.contiguous()
-        for index, values in state["state"].items()
-        for name, tensor in values.items()
-    }
-    save_trained(model, folder / MODEL)
-    save_file(tensors, str(folder / OPTIMIZER))
-    document = {"format": FORMAT, **progress.__dict__, "param_groups": state["param_groups"]}
+    if distributed.size() > 1:
+        files = shards.write(folder, model, optimizer)
+    else:
+        files = {}
+        tensors = {
+            f"{index}.{name}": tensor.contiguous()
+            for index, values in optimizer.state_dict()["state"].items()
+            for name, tensor in values.items()
+        }
+        save_trained(model, folder / MODEL)
+        save_file(tensors, str(folder / OPTIMIZER))
+    distributed.first(_describe, folder, progress, optimizer.state_dict()["param_groups"], files)
+
+
+def _describe(folder: Path, progress: Progress, param_groups: list[dict[str, Any]], files: dict[str, Any]) -> None:
+    """The two files of JSON; `files` is what the manifest says of those whose digests are known already."""
+    document = {"format": FORMAT, **progress.__dict__, "param_groups": param_groups}
     (folder / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
+    more = [path for path in sorted(folder.iterdir()) if path.name not in files]
+    files = files | {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in more}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 
-def _optimizer_state(checkpoint: Path) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes."""
+def _optimizer_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """By index of the parameter, as `optimizer.load_state_dict` takes it."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in load_file(str(checkpoint / OPTIMIZER)).items():
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = tensor
+    return state
+
+
+def _param_groups(checkpoint: Path) -> list[dict[str, Any]]:
     groups = _read_json(checkpoint / STATE)["param_groups"]
     # JSON has no tuples.
-    groups = [{key: tuple(v) if key == "betas" else v for key, v in group.items()} for group in groups]
-    return {"state": state, "param_groups": groups}
+    return [{key: tuple(v) if key == "betas" else v for key, v in group.items()} for group in groups]
 
 
 def _check_same_run(checkpoint: Path, progress: Progress, run_id: str, config: Mapping[str, Any]) -> None:

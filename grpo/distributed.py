@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -81,10 +81,10 @@ def session() -> Iterator[None]:
     store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
-    silent = contextlib.nullcontext() if number == 0 else contextlib.redirect_stdout(io.StringIO())
     try:
-        with silent:
-            yield
+        with open(os.devnull, "w") as nowhere:
+            with contextlib.redirect_stdout(sys.stdout if number == 0 else nowhere):
+                yield
     except (Exception, KeyboardInterrupt) as error:
         if getattr(error, "told_by", number) != number or not _first_to_tell(store, number):
             raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
@@ -148,6 +148,11 @@ def first(function: Callable[..., T], *args: Any) -> T:
     if error is not None:
         raise _told(error, mine[1], 0)
     return value
+
+
+def agreed(function: Callable[..., T], *args: Any) -> T:
+    """`function(*args)` in each process; what it raises in one, all raise."""
+    return function(*args) if size() == 1 else gather(lambda: function(*args))[rank()]
 
 
 def most(number: int) -> int:
@@ -301,10 +306,10 @@ def within_forward(model: Any, function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def whole(model: Any) -> Iterator[None]:
+def whole(model: Any, when: bool = True) -> Iterator[None]:
     """Within, each process has all of the model's weights, and may compute with them as often as it likes, without
-    gradients. All processes must come here; what is done inside may differ."""
-    modules = _sharded(model)
+    gradients. All processes must come here; what is done inside may differ. `when` False: nothing happens."""
+    modules = _sharded(model) if when else []
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -334,16 +339,6 @@ def awake(engine: Engine, model: Any) -> Iterator[None]:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor of which each process has a part; other tensors as they are. All processes must come here."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_state(model: Any) -> dict[str, torch.Tensor]:
-    """The model's state, whole, in the memory of the first process's host; one tensor at a time is whole elsewhere."""
-    state = {}
-    for name, tensor in model.state_dict().items():
-        tensor = full(tensor)
-        if is_first():
-            state[name] = tensor.cpu()
-    return state
 
 
 def _sharded(model: Any) -> list[FSDPModule]:

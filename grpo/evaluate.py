@@ -213,6 +213,7 @@ def evaluate_model(
     0 and puts that report, less its episodes, under `greedy`. `progress` is called with the number of episodes that
     have ended and of all, both passes together.
     """
+    from grpo.distributed import play_all
     from grpo.rollout import rollout
 
     if also_greedy:
@@ -222,10 +223,9 @@ def evaluate_model(
         document = half(temperature=temperature, progress=first)
         greedy = half(temperature=0.0, progress=second)
         return document | {"greedy": {key: value for key, value in greedy.items() if key != "episodes"}}
-    groups = rollout(
-        engine,
-        chat,
-        scenarios,
+    play = partial(
+        rollout,
+        chat=chat,
         num_generations=1,
         max_completion_len=max_completion_len,
         step=0,
@@ -234,6 +234,7 @@ def evaluate_model(
         progress=progress,
         env_factory=env_factory,
     )
+    groups = play_all(engine, scenarios, lambda engine, share: play(engine, scenarios=share))
     episodes = [group.episodes[0] for group in groups]
     return report(
         [episode.record for episode in episodes],

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from grpo import rollout_record, run_folder
+from grpo import distributed, rollout_record, run_folder
 from grpo.config import Config, RunStopped
 from grpo.data_types import Group
 from grpo.engines import Engine
@@ -44,6 +44,9 @@ class Guard:
         try:
             yield
         except BrokenInvariant as error:
+            if not distributed.is_first():
+                error.told_by = 0
+                raise
             kept = self._dump(step, error.groups, str(error))
             raise BrokenInvariant(f"step {step}: {error}; {kept}. This is a bug of the program") from error
 

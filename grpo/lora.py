@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 
+from grpo import distributed
 from grpo.config import UsageError
 
 INSTALL = 'pip install -e ".[lora]"'
@@ -66,11 +67,21 @@ def adapter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
+def trained_weights(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """What is trained, with its names: tied weights have several, the first is the one that safetensors keeps."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return names
+
+
 def save_trained(model: torch.nn.Module, path: Path) -> None:
     """What training changes, as safetensors: all weights, or with adapters those alone."""
-    adapters = adapter_weights(model)
-    if adapters:
-        save_file({name: weight.detach().contiguous() for name, weight in adapters.items()}, str(path))
+    if adapter_weights(model) or distributed.size() > 1:
+        # Not by the model's `state_dict`, which of a sharded model is this process's part.
+        tensors = {names[0]: weight.detach().contiguous() for weight, names in trained_weights(model).items()}
+        save_file(tensors, str(path))
     else:
         save_model(model, str(path))
 
@@ -100,7 +111,7 @@ def save_adapter(model: torch.nn.Module, folder: Path, base: str) -> None:
     from peft.utils import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    state = get_peft_model_state_dict(model, adapter_name="default")
+    state = get_peft_model_state_dict(model, state_dict=dict(model.named_parameters()), adapter_name="default")
     # peft's loader looks under the names of its own wrapper.
     tensors = {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in state.items()}
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo import checkpoint, compare, run_folder
+from grpo import checkpoint, compare, distributed, run_folder
 from grpo.config import Config, UsageError
 from grpo.data_types import Group
 from grpo.evaluate import scenarios_hash
@@ -43,7 +43,7 @@ class Restart:
             trainer.engine.weights_changed()
         for problem in self.problems:
             say(f"warning: {problem}; going on from " + (f"step {self.done}" if self.done else "the base"))
-        checkpoint.set_aside(folder, newer_than=self.done)
+        distributed.first(checkpoint.set_aside, folder, self.done)
 
 
 def find_restart(folder: Path, settings: Config) -> Restart:
@@ -80,8 +80,9 @@ def recorded(recorder: Recorder, step: int) -> list[Group] | None:
 
 
 def say(line: str) -> None:
-    """One line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """One line on stderr, of the first process."""
+    if distributed.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
 def check_evaluation(path: Path, settings: Config) -> None:

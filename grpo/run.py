@@ -16,7 +16,7 @@ from env.prompts import TOOLS, first_messages
 from grpo import card, checkpoint, compare, config, console, distributed, evaluate, plots, resume, run_folder
 from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
-from grpo.config import Config, UsageError
+from grpo.config import Config, RunStopped, UsageError
 from grpo.engines import Engine
 from grpo.engines.torch_engine import TorchEngine
 from grpo.engines.vllm_memory import make_plan
@@ -34,7 +34,7 @@ from grpo.sampling import SamplingConfig
 from grpo.saver import Saver
 from grpo.signals import Signals
 from grpo.trackers import Trackers, require_installed, tracking
-from grpo.trainer import Trainer
+from grpo.trainer import StepResult, Trainer
 from scenarios.generator import held_out
 from scenarios.schema import Scenario
 
@@ -50,7 +50,7 @@ def start(args: list[str]) -> None:
         RunStopped: the run cannot go on; what it had saved stays.
     """
     resume_from = config.flag_value(args, "resume")
-    with config.naming_variables(args), contextlib.ExitStack() as stack:
+    with distributed.session(), config.naming_variables(args), contextlib.ExitStack() as stack:
         if resume_from is not None:
             if not resume_from:
                 raise UsageError("--resume: must name the folder of a run")
@@ -59,28 +59,28 @@ def start(args: list[str]) -> None:
             settings = config.parse(args, defaults=stored)
             config.refuse_changes(stored, settings)
             require_installed(settings.run.report_to)
-            stack.enter_context(run_folder.locked(folder, "--resume"))
-            restart = resume.find_restart(folder, settings)
+            distributed.first(stack.enter_context, run_folder.locked(folder, "--resume"))
+            restart = distributed.first(resume.find_restart, folder, settings)
         else:
             settings = config.parse(args)
             require_installed(settings.run.report_to)
-            folder = run_folder.choose(settings)
+            folder = distributed.first(run_folder.choose, settings)
             restart = None
         train(settings, folder, restart)
 
 
 def train(settings: Config, folder: Path, resumed: resume.Restart | None = None) -> None:
     """Run the training described by `settings` in `folder`, or the rest of it."""
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with Signals(tell=distributed.is_first()) as signals, contextlib.ExitStack() as stack:
         trainer, kernels = make_trainer(settings)
         policy, restart = trainer.policy, resumed or resume.Restart(None, 0, [])
         base, machine = fingerprint(policy), describe_machine(policy)
         if resumed:
             run_folder.check_base(folder, base)
-        require_space(settings, folder, policy, restart.done)
+        distributed.first(require_space, settings, folder, policy, restart.done)
         if not resumed:
-            stack.enter_context(run_folder.locked(folder, "--output-dir"))
-            run_folder.create(folder, settings, base, machine)
+            distributed.first(stack.enter_context, run_folder.locked(folder, "--output-dir"))
+            distributed.first(run_folder.create, folder, settings, base, machine)
         rows = header(
             settings, policy, trainer.reference, kernels, trainer.packing, folder, restart.done,
             trainer.engine.description,
@@ -90,21 +90,24 @@ def train(settings: Config, folder: Path, resumed: resume.Restart | None = None)
             resume.say(f"warning: {line}")
         for line in run_folder.changed_machine(folder, machine):
             resume.say(f"warning: {line} since this run started: it goes on, but not bit for bit")
-        trackers = stack.enter_context(tracking(settings, folder, restart.done))
+        trackers = stack.enter_context(tracking(settings, folder, restart.done)) if distributed.is_first() else None
 
         if policy.device.type == "cuda":
             resume.say(f"worst-case step: {rehearse(trainer, held_out(None))}")
         # Before the checkpoint is loaded: until then the policy is the base.
         before = evaluated(settings, trainer, folder / "eval_before.json", policy.name)
-        trackers.evaluation("before", before)
-        trackers.catch_up()
+        if trackers:
+            trackers.evaluation("before", before)
+            trackers.catch_up()
         restart.apply(folder, trainer)
         history = run_steps(settings, trainer, folder, restart.done, signals, trackers)
 
         total = settings.optim.num_steps
-        with run_folder.writing(folder, total):
-            save_final(policy, folder / "final")
+        with run_folder.writing(folder, total), distributed.whole(policy.model):
+            distributed.first(save_final, policy, folder / "final")
         after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), restart.done < total)
+        if not trackers:
+            return
         trackers.evaluation("after", after)
         comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
         with run_folder.writing(folder, total):
@@ -114,9 +117,11 @@ def train(settings: Config, folder: Path, resumed: resume.Restart | None = None)
 
 
 def run_steps(
-    settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals, trackers: Trackers
-) -> LogHistory:
+    settings: Config, trainer: Trainer, folder: Path, done: int, signals: Signals, trackers: Trackers | None
+) -> LogHistory | None:
     """The steps from number `done`, each recorded, logged, and every `save_every`th one saved.
+
+    Log and trackers are those of the first process; the others have None.
 
     Raises:
         SystemExit: after a signal, with a checkpoint.
@@ -124,17 +129,14 @@ def run_steps(
     """
     total = settings.optim.num_steps
     with run_folder.writing(folder, done):
-        history = LogHistory(folder / "log_history.json")
-        history.truncate_to(done)
+        history = LogHistory(folder / "log_history.json") if distributed.is_first() else None
         saver = Saver(folder, settings, trainer, history, done)
-        saver.tidy()
+        distributed.first(saver.begin)
     guard = Guard(folder, settings, trainer.policy, trainer.engine)
     with console.StepProgress(total, done) as progress, signals.finish_first():
-        for index in range(done, total):
-            step = index + 1
-            groups = resume.recorded(saver.recorder, step)
-            with guard.watching(step):
-                result = trainer.step(index, groups, on_sampled=partial(saver.record, step))
+
+        def log(step: int, result: StepResult) -> RunStopped | None:
+            """Write down a finished step. Why the run must end now, or None."""
             row = step_metrics(
                 result.groups,
                 step=step,
@@ -142,22 +144,36 @@ def run_steps(
                 seconds=result.seconds,
                 num_tokens_before=last_num_tokens(history.rows),
             )
+            saver.log(row, result)
+            trackers.step(history.rows[-1])
+            progress.update(row)  # standard output may be a file on the same disk
+            return guard.after(history.rows, result.groups)
+
+        for index in range(done, total):
+            step = index + 1
+            groups = distributed.first(resume.recorded, saver.recorder, step)
+            with guard.watching(step):
+                result = trainer.step(index, groups, on_sampled=partial(saver.record, step))
             with run_folder.writing(folder, step):
-                saver.log(row, result)
-                trackers.step(history.rows[-1])
-                progress.update(row)  # standard output may be a file on the same disk
-                stopped = guard.after(history.rows, result.groups)
-                interrupted = signals.received is not None
+                with distributed.whole(trainer.policy.model, when=result.losses["skipped_updates"] > 0):  # for a dump
+                    stopped = distributed.first(log, step, result)
+                interrupted = any_received(signals)
                 if step == total or stopped or interrupted or saver.due(step):
                     saver.checkpoint(step)
             if stopped:
                 raise stopped
             if interrupted:
                 break
-    if signals.received is not None:
+    if any_received(signals):
         print(f"\nto continue: python train.py --resume {folder}")
         raise SystemExit(signals.exit_code)
     return history
+
+
+def any_received(signals: Signals) -> bool:
+    """Has any process got a signal? All of them count as having got it then, and stop at the same step."""
+    signals.received = distributed.most(signals.received or 0) or None
+    return signals.received is not None
 
 
 def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:
@@ -177,7 +193,9 @@ def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Traine
 
 def describe_machine(policy: Policy) -> dict[str, Any]:
     """What the last bits of a number depend on besides settings and versions."""
-    return {"device": str(policy.device), "dtype": str(policy.dtype), "threads": torch.get_num_threads()}
+    device = policy.device.type if distributed.size() > 1 else str(policy.device)
+    about = {"device": device, "dtype": str(policy.dtype), "threads": torch.get_num_threads()}
+    return about | {"processes": distributed.size()}
 
 
 def require_space(settings: Config, folder: Path, policy: Policy, done: int) -> None:
@@ -271,10 +289,11 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
     """Evaluate the policy as it is and write `path`; a resumed run reads what is there already, unless `again`."""
     if settings.eval.eval_limit == 0:
         return None
-    if path.exists() and not again:
-        return compare.load_report(path)
+    if distributed.first(path.exists) and not again:
+        return distributed.first(compare.load_report, path)
     scenarios = held_out(settings.eval.eval_limit)
-    with console.episode_progress(f"evaluating {name}", 2 * len(scenarios)) as progress:
+    progress_bar = console.episode_progress(f"evaluating {name}", 2 * len(scenarios))
+    with distributed.awake(trainer.engine, trainer.policy.model), progress_bar as progress:
         report = evaluate.evaluate_model(
             trainer.engine,
             trainer.chat,
@@ -288,7 +307,7 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
             env_factory=trainer.env_factory,
         )
     with run_folder.writing(path.parent, 0 if path.name == "eval_before.json" else settings.optim.num_steps):
-        run_folder.write_json(path, report)
+        distributed.first(run_folder.write_json, path, report)
     return report
 
 
@@ -299,11 +318,12 @@ def save_final(policy: Policy, folder: Path) -> None:
     """
     aside = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
-    if adapter_weights(policy.model):
-        policy.model.save_pretrained(aside, state_dict=dict(named_weights(policy.model)))
+    adapters = adapter_weights(policy.model)
+    # A model's own `state_dict` knows nothing of adapters, and of a sharded model would be this process's part.
+    state = dict(named_weights(policy.model)) if adapters or distributed.size() > 1 else None
+    policy.model.save_pretrained(aside, state_dict=state)
+    if adapters:
         save_adapter(policy.model, aside / "adapter", policy.name)
-    else:
-        policy.model.save_pretrained(aside)
     policy.tokenizer.save_pretrained(aside)
     if card.edited(folder / card.README):
         shutil.copy(folder / card.README, aside)
@@ -342,6 +362,8 @@ def header(
         "steps": f"{optim.num_steps}" + (f", {done} done" if done else ""),
         "folder": str(folder),
     }
+    if distributed.size() > 1:
+        rows["processes"] = f"{distributed.size()}: weights, gradients, moments and reference sharded, groups dealt"
     if "none" not in settings.run.report_to:
         rows["trackers"] = ", ".join(settings.run.report_to)
     if rollout.env_url:

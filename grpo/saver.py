@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo import checkpoint, run_folder
+from grpo import checkpoint, distributed, run_folder
 from grpo.config import Config
 from grpo.data_types import Group
 from grpo.files import sync
@@ -19,9 +19,11 @@ from grpo.trainer import StepResult, Trainer, position
 
 class Saver:
     """A kill at any moment leaves something whole: rollouts are written before they are used, the log's line after the
-    update, and what a checkpoint covers before the checkpoint."""
+    update, and what a checkpoint covers before the checkpoint.
 
-    def __init__(self, folder: Path, settings: Config, trainer: Trainer, history: LogHistory, done: int):
+    Of several processes the first one writes (`history` is None in the others), but for its part of a checkpoint."""
+
+    def __init__(self, folder: Path, settings: Config, trainer: Trainer, history: LogHistory | None, done: int):
         document = run_folder.stored(folder)
         self.folder, self.settings, self.trainer, self.history = folder, settings, trainer, history
         self.run_id, self.config = document["run_id"], document["config"]
@@ -32,7 +34,7 @@ class Saver:
     def record(self, step: int, groups: Sequence[Group]) -> None:
         """Keep a step's rollouts before anything is done with them. Raises RunStopped on a full disk."""
         with run_folder.writing(self.folder, step):
-            self.recorder.save(step, groups)
+            distributed.first(self.recorder.save, step, groups)
 
     def log(self, row: dict[str, Any], result: StepResult) -> None:
         """Write a finished step's line and episodes. Raises OSError."""
@@ -50,7 +52,14 @@ class Saver:
 
     def checkpoint(self, step: int) -> None:
         """Save the state after `step`. Raises OSError."""
+        progress = distributed.first(self._progress, step)
         keep = self.settings.run.keep_checkpoints
+        checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
+        distributed.first(self.tidy)
+        self.saved = step
+
+    def _progress(self, step: int) -> checkpoint.Progress:
+        """What a checkpoint says of the run; what it covers is on the disk by then."""
         progress = checkpoint.Progress(
             self.run_id, self.config, step, position(self.settings, step), self.history.position
         )
@@ -58,9 +67,12 @@ class Saver:
         for covered in range(self.saved + 1, step + 1):
             for path in completion_paths(self.folder / "completions", covered):
                 sync(path)
-        checkpoint.save(self.folder, progress, self.trainer.policy.model, self.trainer.optimizer, keep)
+        return progress
+
+    def begin(self) -> None:
+        """Drop what lies behind the checkpoint that the run goes on from."""
+        self.history.truncate_to(self.saved)
         self.tidy()
-        self.saved = step
 
     def tidy(self) -> None:
         """Drop what no kept checkpoint needs. A run may have been killed before it did, so a resumed one begins so."""

@@ -20,7 +20,9 @@ class Signals:
     Threads other than the main one get no signals: there this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: bool = True) -> None:
+        """`tell`: say on a first signal that it was heard; of several processes one does."""
+        self.tell = tell
         self.received: int | None = None
         self._finishing = False
         self._previous: dict[int, Any] = {}  # what `signal.signal` gives and takes
@@ -53,4 +55,5 @@ class Signals:
         if not (first and self._finishing):
             raise SystemExit(self.exit_code)
         # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nfinishing this step, then writing a checkpoint; a second signal stops at once\n")
+        if self.tell:
+            os.write(2, b"\nfinishing this step, then writing a checkpoint; a second signal stops at once\n")

@@ -126,7 +126,7 @@ class Trainer:
         owned = distributed.owned(groups, weights)
         weights = [weight if own else 0.0 for weight, own in zip(weights, owned)]
         batches = make_microbatches(episodes, weights, max_tokens=config.optim.microbatch_tokens, packing=self.packing)
-        audit_batches(batches, episodes, weights)
+        distributed.agreed(audit_batches, batches, episodes, weights)
         batches = [batch.to(self.policy.device) for batch in batches]
         watch.lap("update")
         ref_logprobs = self.reference_logprobs(episodes, weights, batches)
