@@ -13,7 +13,7 @@ from grpo.run import make_chat, make_engine
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests import toy
-from tests.test_torch_engine import TOKENIZER, engine_for, episodes_of, largest_gap, play
+from tests.engine_episodes import TOKENIZER, engine_for, episodes_of, largest_gap, play
 
 SHARP = SamplingConfig(temperature=0.15)
 
