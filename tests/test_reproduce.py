@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -91,7 +92,8 @@ def finished(tmp_path):
     for run in runs:
         key = run.settings.loss.beta, run.settings.run.seed
         finish(run, GAINS[key], KLS[key])
-    run_folder.write_json(tmp_path / "runs" / f"tiny-base-{LIMIT}.json", made_evaluation(runs[0].settings, "guess"))
+    base = made_evaluation(runs[0].settings, "guess") | {"model": "tiny"}
+    run_folder.write_json(tmp_path / "runs" / f"tiny-base-{LIMIT}.json", base)
     return tmp_path
 
 
@@ -115,7 +117,7 @@ def test_a_first_start_trains_evaluates_and_measures_everything_once(tmp_path):
     assert [stage.label for stage in first.stages] == ["training", "evaluation", "KL to the base"]
     train, evaluate, divergence = (" ".join(stage.command) for stage in first.stages)
     folder = tmp_path / "runs" / "tiny-beta0-seed0"
-    assert "--learning-rate 0.002" in train and f"--beta 0.0 --seed 0 --eval-limit 0 --output-dir {folder}" in train
+    assert "--learning-rate 0.002" in train and f"--beta 0.0 --eval-limit 0 --seed 0 --output-dir {folder}" in train
     assert f"--model {folder}/final --limit {LIMIT}" in evaluate and "--temperature 0.7" in evaluate
     assert f"{folder}/final --base tiny --limit {LIMIT}" in divergence
     assert runs[0].settings.optim.learning_rate == 0.002
@@ -156,6 +158,13 @@ def test_an_evaluation_of_other_settings_is_refused(finished):
         planned(finished)
 
 
+def test_the_base_of_another_model_is_refused(finished, capsys, nothing_starts):
+    path = finished / "runs" / f"tiny-base-{LIMIT}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": "elsewhere/tiny"}))
+    code, err = reproduce(finished, capsys=capsys)
+    assert code == 2 and f"tiny-base-{LIMIT}.json: not of --models tiny" in err
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -165,10 +174,12 @@ def test_an_evaluation_of_other_settings_is_refused(finished):
         (["--resume", "x"], "--resume: not needed"),
         (["--seeds", "1", "1"], "--seeds 1 1: must be one or more, each once"),
         (["--betas"], "--betas"),
+        (["--betas", "0.12345678", "0.12345679"], "--betas 0.12345678 0.12345679: must be"),
         (["--betas", "-1"], "--beta -1.0: must be 0 or more"),
         (["--models", "a/x", "b/x"], "--models a/x b/x: must end in different names"),
         (["--eval-limit", "251"], "--eval-limit 251: must be from 1 to 250"),
         (["--jobs", "-1"], "--jobs -1"),
+        (["--seeds", "0", "-1"], "--seed -1: must be 0 or more"),
         (["--beats", "0"], "--beats"),
         (["--num-steps", "-1"], "--num-steps -1"),
     ],
@@ -260,12 +271,18 @@ time.sleep(60)
 """
 
 
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
 def signal_when(path: Path, then=lambda: None) -> None:
     """SIGTERM to this process as soon as `path` is there."""
 
     def wait():
-        while not path.exists():
-            time.sleep(0.01)
+        wait_for(path)
         os.kill(os.getpid(), signal.SIGTERM)
         then()
 
@@ -292,6 +309,31 @@ def test_a_second_signal_leaves_no_process_behind(tmp_path):
     with pytest.raises(SystemExit) as stop:
         carried_out([deaf])
     assert stop.value.code == 143 and deaf.process.returncode == -signal.SIGKILL
+
+
+RUNNER = """
+from pathlib import Path
+from grpo.reproduce.processes import Chain, Stage, carry_out
+from grpo.signals import Signals
+chain = Chain("x", [Stage("x", ["-c", {!r}], 1)], Path({!r}))
+carry_out([chain], 1, 0, Signals(), lambda done, total: None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    runner = RUNNER.format(PATIENT.format(str(tmp_path / "child"), "stop"), str(tmp_path / "log"))
+    process = subprocess.Popen([sys.executable, "-c", runner], cwd=plan.ROOT)
+    wait_for(tmp_path / "child")
+    process.kill()
+    process.wait()
+    wait_for(tmp_path / "child.saved")
+
+
+def test_a_log_that_cannot_be_written_fails_its_chain_alone(tmp_path):
+    bad, good = chain(tmp_path / "nowhere", "bad", "print(1)"), chain(tmp_path, "good", "print(1)")
+    carried_out([bad, good])
+    assert bad.failed.startswith("stage 0 cannot start: ") and "bad.log" in bad.failed and good.stages == []
 
 
 # ----------------------------------------------------------------------------------------------------------- the report

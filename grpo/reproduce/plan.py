@@ -11,6 +11,7 @@ import torch
 from tyro.conf import FlagCreatePairsOff, arg
 
 from grpo import config, run_folder
+from grpo.compare import load_report
 from grpo.config import HELD_OUT_SIZE, Config, UsageError, tyro_cli
 from grpo.reproduce.processes import Chain, Stage, rows_in
 from grpo.resume import check_evaluation
@@ -92,7 +93,8 @@ def parse(args: list[str]) -> tuple[Arguments, list[str]]:
         raise UsageError(f"BETA={os.environ['BETA']}: this command runs several; unset it and give --betas")
     for name in ("models", "betas", "seeds"):
         values = getattr(ours, name)
-        if len(set(values)) < len(values) or (not values and name != "models"):
+        texts = {f"{value:g}" if name == "betas" else value for value in values}  # as in the folders' names
+        if len(texts) < len(values) or (not values and name != "models"):
             raise UsageError(f"--{name} {' '.join(map(str, values))}: must be one or more, each once")
     if not 1 <= ours.eval_limit <= HELD_OUT_SIZE:
         raise UsageError(f"--eval-limit {ours.eval_limit}: must be from 1 to {HELD_OUT_SIZE}")
@@ -114,14 +116,17 @@ def make_runs(args: Arguments, extra: list[str]) -> dict[str, list[Run]]:
         raise UsageError(f"--models {' '.join(models)}: must end in different names, which the runs' folders bear")
     runs: dict[str, list[Run]] = {model: [] for model in models}
     for model in models:
+        flags = {beta: [*extra, "--model", model, "--beta", str(beta), "--eval-limit", "0"] for beta in args.betas}
+        parsed = {beta: config.parse(of_beta) for beta, of_beta in flags.items()}
         for seed in args.seeds:
             for beta in args.betas:
                 name = f"{Path(model).name}-beta{beta:g}-seed{seed}"
-                flags = [*extra, "--model", model, "--beta", str(beta), "--seed", str(seed), "--eval-limit", "0"]
                 folder = args.runs_dir / name
-                settings = config.parse([*flags, "--output-dir", str(folder)])
-                runs[model].append(Run(name, folder, settings, flags, args.eval_limit))
-                refuse_changes(runs[model][-1])
+                settings = parsed[beta].with_values({"seed": seed, "output_dir": str(folder)})
+                config.validate(settings)
+                run = Run(name, folder, settings, [*flags[beta], "--seed", str(seed)], args.eval_limit)
+                refuse_changes(run)
+                runs[model].append(run)
     return runs
 
 
@@ -150,6 +155,8 @@ def make_chains(args: Arguments, runs: dict[str, list[Run]]) -> list[Chain]:
         chain = Chain(f"{Path(model).name} base", [], args.runs_dir / f"{Path(model).name}-base.log")
         if not kept(path, settings, args):
             chain.stages.append(evaluate_stage(args, settings, model, path))
+        elif load_report(path)["model"] != model:
+            raise UsageError(f"{path}: not of --models {model}; give another --runs-dir, or move it away")
         chains.append(chain)
         chains += [run_chain(args, model, run) for run in of_model]
     return chains

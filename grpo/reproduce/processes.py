@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from grpo import console
 from grpo.signals import Signals
 
 POLL = 0.2  # seconds
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -69,12 +71,12 @@ def carry_out(
                 for chain in active:
                     chain.process.terminate()
             while waiting and len(active) < jobs:
-                active.append(waiting.pop(0))
-                begin(active[-1], env)
+                chain = waiting.pop(0)
+                if begin(chain, env):
+                    active.append(chain)
             for chain in [chain for chain in active if chain.process.poll() is not None]:
-                if ended_well(chain, told) and chain.stages and not told:
-                    begin(chain, env)
-                else:
+                goes_on = ended_well(chain, told) and chain.stages and not told
+                if not (goes_on and begin(chain, env)):
                     active.remove(chain)
             progress(max(0, total - left_of(chains)), total)
             time.sleep(POLL if active else 0)
@@ -85,16 +87,32 @@ def carry_out(
             chain.process.wait()
 
 
-def begin(chain: Chain, env: dict[str, str]) -> None:
+def begin(chain: Chain, env: dict[str, str]) -> bool:
     """Start the chain's next process, in a group of its own: Ctrl-C reaches it once, from here."""
     stage = chain.stages[0]
     print(f"{chain.name}: {stage.label}", flush=True)
     chain.started = time.monotonic()
-    with open(chain.log, "ab") as log:
-        command = [sys.executable, *stage.command]
-        chain.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
+    try:
+        with open(chain.log, "ab") as log:
+            chain.process = subprocess.Popen(
+                [sys.executable, *stage.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+    except OSError as error:
+        chain.failed = f"{stage.label} cannot start: {error}"
+        print(f"{chain.name}: {chain.failed}", flush=True)
+    return not chain.failed
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for this process when the one that started it is gone, even by SIGKILL, where the system can do that."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ended_well(chain: Chain, stopping: bool) -> bool:
