@@ -66,12 +66,15 @@ setup(
         "urllib3>=2.6",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6", "peft>=0.17"],
+        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6", "peft>=0.17",
+                 "nbclient>=0.10", "ipykernel>=6.29", "bitsandbytes>=0.50"],
         # The environment as a server, and --env-url. Never beside openenv-core: both write the same folder.
         "server": ["openenv==0.10.*"],
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
         "vllm": ["vllm==0.32.*"],
         "lora": ["peft>=0.17"],
+        # docs/grpo_in_one_notebook.ipynb
+        "notebook": ["jupyterlab>=4"],
         # --optimizer adamw8bit: the version that the tests have seen, and later ones.
         "adamw8bit": ["bitsandbytes>=0.50"],
         # --report-to: the versions that the tests have seen, and later ones.
