@@ -9,7 +9,7 @@ ARGS ?=
 # What is installed beside the base: EXTRAS=test,server runs the tests of the environment's server too.
 EXTRAS ?= test
 
-.PHONY: setup train test test-vllm bench bench-baselines lint clean
+.PHONY: setup train test test-vllm test-demo bench bench-baselines lint clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +34,13 @@ test-vllm:
 	@code=0; $(PYTHON) tests/vllm_engine/install.py "$(VENV_VLLM)" "$(TORCH)" || code=$$?; \
 	if [ $$code -eq 77 ]; then exit 0; elif [ $$code -ne 0 ]; then exit $$code; fi; \
 	set -x; "$(VENV_VLLM)/bin/python" -m pytest -q -m vllm tests/vllm_engine
+
+# The demo's page in a real browser. Code 77: there is none and it cannot be installed here, for the reason printed.
+test-demo: setup
+	@code=0; $(BIN)/python tests/find_browser.py || code=$$?; \
+	if [ $$code -eq 77 ]; then exit 0; elif [ $$code -ne 0 ]; then exit $$code; fi; \
+	set -ex; $(BIN)/python -m pip install --quiet -e ".[test,demo,demo-test]"; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_demo_page.py
 
 # CPU: under three minutes. ARGS="--budget 900" for more rounds, ARGS="--device cuda" on a GPU.
 bench: setup

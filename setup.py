@@ -39,11 +39,14 @@ setup(
     description="GRPO from scratch in plain PyTorch, training an agent that asks before it acts",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["grpo", "grpo.engines", "grpo.reproduce", "grpo.tiny", "grpo_kernels", "env", "env.server", "scenarios"],
+    packages=[
+        "grpo", "grpo.engines", "grpo.reproduce", "grpo.tiny", "grpo_kernels", "demo", "env", "env.server", "scenarios",
+    ],
     package_dir={"grpo_kernels": "kernels/grpo_kernels"},
     py_modules=["train", "eval"],
     cmdclass={"build_py": BuildWithKernel},
     package_data={
+        "demo": ["*.css", "*.js"],
         "env": ["*.json"],
         "grpo_kernels": ["*.so"],
         "grpo.tiny": ["*.json", "*.safetensors", "*.jinja"],
@@ -73,6 +76,11 @@ setup(
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.
         "vllm": ["vllm==0.32.*"],
         "lora": ["peft>=0.17"],
+        # One minor release: the page's styles, and what it takes to keep a model's text from being read as HTML, hang
+        # on markup that gradio changes between them. tests/test_demo_page.py is what a newer one has to pass.
+        "demo": ["gradio==6.31.*"],
+        # Drives the browser of the machine (`make test-demo`); it brings none of its own.
+        "demo-test": ["playwright>=1.65"],
         # docs/grpo_in_one_notebook.ipynb
         "notebook": ["jupyterlab>=4"],
         # --optimizer adamw8bit: the version that the tests have seen, and later ones.

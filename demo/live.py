@@ -83,8 +83,8 @@ def _agent(models: gr.Dropdown) -> None:
     talk = gr.HTML(max_height=HEIGHT, autoscroll=True, elem_id="agent_talk")
     with gr.Row(visible=False) as asking:
         question = gr.Textbox(
-            label="Your question", placeholder="What would you ask? For one thing at a time.", max_length=chat.LONGEST, scale=4, min_width=220,
-            elem_id="question",
+            label="Your question", placeholder="Ask for one thing at a time", max_length=chat.LONGEST, scale=4,
+            min_width=220, elem_id="question",
         )  # fmt: skip
         ask = gr.Button("Ask", variant="primary", scale=1, min_width=100, elem_id="ask", elem_classes="beside")
     with gr.Accordion("Your plan: leave blank what you were not told", open=True, visible=False) as planning:

@@ -102,9 +102,11 @@ def test_a_turn_says_what_it_revealed(tmp_path):
     turns = [(text, env.step(text).reply) for text in texts]
     row = row_of(scenario, turns, stop_reason="context_full", questions=4)
     (shown,) = step_episodes(write_step(tmp_path, row), 1)
-    assert [(t.field, t.known) for t in shown.turns[:4]] == [(field, False), (field, True), (None, False), (None, False)]
+    expected = [(field, False), (field, True), (None, False), (None, False)]
+    assert [(turn.field, turn.known) for turn in shown.turns[:4]] == expected
     html = views.conversation(shown)
-    for badge in (f"reveals {views.words(field)}", f"{views.words(field)}: known already", "reveals nothing", "invalid"):
+    name = views.words(field)
+    for badge in (f"reveals {name}", f"{name}: known already", "reveals nothing", "invalid turn: no tool call"):
         assert badge in html
     assert html.count("reveals nothing") == (1 if "theme" in scenario.hidden_profile else 2)
 
@@ -157,7 +159,8 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         step_episodes(run, 2)
     with pytest.raises(Unreadable, match="eval_before.json: No such file"):
         evaluation(run, "before")
-    for text, reason in (("{", "damaged, not JSON"), ("[]", "no episodes"), ('{"episodes": [{}]}', "episode 1: damaged")):
+    damaged = {"{": "damaged, not JSON", "[]": "no episodes", '{"episodes": [{}]}': "episode 1: damaged"}
+    for text, reason in damaged.items():
         (tmp_path / "eval_before.json").write_text(text)
         with pytest.raises(Unreadable, match=f"eval_before.json: .*{reason}"):
             evaluation(run, "before")
@@ -254,7 +257,8 @@ def test_what_was_written_is_text_and_nothing_else():
 
 def test_weights_of_the_parts_are_the_rubrics():
     for seed in range(40):
-        record, _ = play(ScriptedPolicy(random.Random(seed).choice(["random", "ask-all", "guess"]), seed), generate(seed))
+        policy = ScriptedPolicy(random.Random(seed).choice(["random", "ask-all", "guess"]), seed)
+        record, _ = play(policy, generate(seed))
         score = Shown(record, ()).score
         for rubric, parts in views.PARTS.items():
             total = sum(weight * getattr(score, part) for part, weight in parts.items())
