@@ -82,8 +82,8 @@ class Job:
     reference: bool = True
     slots: int = 64
     """Episodes that a GPU samples at once (--max-concurrent); others wait for a place."""
-    busy: int = 0
-    """Ranks that have groups, where there are fewer groups than ranks. 0: all."""
+    total: int = 0
+    """Groups of all ranks. 0: as many on each."""
     lean: bool = False
 
     @property
@@ -95,7 +95,7 @@ class Job:
     @property
     def episodes(self) -> int:
         """Of all ranks."""
-        return (self.busy or self.gpus) * self.groups * self.members
+        return (self.total or self.gpus * self.groups) * self.members
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def step(job: Job) -> Step | None:
 
 def spread(job: Job, groups: int) -> Job:
     """The same with `groups` groups in all, none of which is split: the fullest rank's share."""
-    return replace(job, groups=math.ceil(groups / job.gpus), busy=min(job.gpus, groups))
+    return replace(job, groups=math.ceil(groups / job.gpus), total=groups)
 
 
 def overlapped(job: Job) -> tuple[int, float] | None:

@@ -227,7 +227,7 @@ def test_strong_scaling_ends_where_each_rank_has_one_group():
     assert all(a.seconds > b.seconds for a, b in zip(found[:4], found[1:4]))
     assert found[4].seconds >= found[3].seconds and found[4].sampled == found[3].sampled
     uneven = cost_job.spread(job(100), 512)
-    assert uneven.groups == 6  # the fullest rank's
+    assert uneven.groups == 6 and uneven.episodes == 512 * 8  # the fullest rank's, and all
 
 
 def test_episodes_that_wait_for_a_slot_take_their_turn():
