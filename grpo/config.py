@@ -189,7 +189,7 @@ class Config:
 
 
 # A recipe pins every semantic that makes a run comparable; what it leaves out is the default above.
-RECIPES: dict[str, dict[str, object]] = {
+RECIPES: dict[str, dict[str, Any]] = {
     "tiny": dict(
         model="tiny", beta=0.2, learning_rate=1e-4, lr_schedule="cosine", warmup_steps=10, num_steps=300,
         prompts_per_step=3, num_generations=8, max_completion_len=320, temperature=1.0, top_p=1.0,
@@ -288,6 +288,8 @@ def cautions(config: Config) -> list[str]:
             f"--top-p {config.rollout.top_p:g}: episodes are sampled from a truncated distribution and trained under "
             "the full one, so training is off-policy by construction (sampler_gap/mean in the log says by how much)"
         )
+    if config.loss.beta == 0 and config.loss.kl_estimator != LossConfig.kl_estimator:
+        lines.append(f"--kl-estimator {config.loss.kl_estimator}: has no effect, there is no KL where beta is 0")
     return lines
 
 
@@ -300,14 +302,14 @@ def tyro_cli(cls: type, args: list[str], **options: Any) -> Any:
     except SystemExit as error:
         if not error.code:
             raise  # --help
-        # What stands in the box that tyro draws, up to its help.
-        lines = [line.strip("│╭╮╰╯─ \t") for line in said.getvalue().splitlines()]
-        text = [line for line in lines if line and not line.endswith((" error", "options"))]
-        helps = [
-            i for i, line in enumerate(text) if line.startswith(("Argument helptext", "For full helptext", "Perhaps"))
-        ]
-        text = text[: min(helps, default=len(text))]
-        raise UsageError((" ".join(text) or "bad arguments") + " (--help lists the flags)") from None
+        # What stands in the box that tyro draws, less its title, up to its help. What the flag may have been comes then.
+        drawn = [line for line in said.getvalue().splitlines() if not line.startswith("╭")]
+        lines = list(filter(None, (line.strip("│╭╮╰╯─ \t") for line in drawn)))
+        helps = ("Argument helptext", "For full helptext", "Perhaps", "Arguments similar")
+        end = next((i for i, line in enumerate(lines) if line.startswith(helps)), len(lines))
+        similar = [line.split()[0].rstrip(",") for line in lines[end:] if line.startswith("--")]
+        hint = f"; did you mean {' or '.join(similar)}?" if similar and not lines[end].startswith("Argument h") else ""
+        raise UsageError((" ".join(lines[:end]) or "bad arguments") + hint + " (--help lists the flags)") from None
 
 
 def _recipe_name(args: list[str]) -> str:

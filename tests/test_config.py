@@ -115,6 +115,31 @@ def test_a_truncated_distribution_is_a_caution():
     assert "--top-p 0.9" in line and "off-policy" in line
 
 
+def test_a_kl_estimator_without_a_kl_is_said():
+    (line,) = cautions(parse(["--beta", "0", "--kl-estimator", "k1"], {}))
+    assert line == "--kl-estimator k1: has no effect, there is no KL where beta is 0"
+    assert cautions(parse(["--beta", "0.1", "--kl-estimator", "k1"], {})) == []
+    assert cautions(parse(["--beta", "0", "--kl-estimator", "k3"], {})) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--bta", "0.2"], "Unrecognized options: --bta, 0.2; did you mean --beta?"),
+        (["--gradient-chekpointing"], "Unrecognized options: --gradient-chekpointing; did you mean "
+                                      "--gradient-checkpointing?"),
+        (["--xyzzyq"], "Unrecognized options: --xyzzyq"),
+        (["--num-steps", "x"], "Error parsing --num-steps: invalid literal for int() with base 10: 'x'"),
+        (["--dtype", "f8"], "invalid choice 'f8' for argument '--dtype'. Expected one of ('auto', 'float32', "
+                            "'bfloat16')."),
+    ],
+)  # fmt: skip
+def test_what_a_wrong_flag_may_have_been(args, line):
+    with pytest.raises(UsageError) as error:
+        parse(args, {})
+    assert str(error.value) == f"{line} (--help lists the flags)"
+
+
 @pytest.mark.parametrize(
     ("args", "names"),
     [
