@@ -302,7 +302,7 @@ def tyro_cli(cls: type, args: list[str], **options: Any) -> Any:
     except SystemExit as error:
         if not error.code:
             raise  # --help
-        # What stands in the box that tyro draws, less its title, up to its help. What the flag may have been comes then.
+        # What stands in the box that tyro draws, less its title, up to its help; what was perhaps meant comes then.
         drawn = [line for line in said.getvalue().splitlines() if not line.startswith("╭")]
         lines = list(filter(None, (line.strip("│╭╮╰╯─ \t") for line in drawn)))
         helps = ("Argument helptext", "For full helptext", "Perhaps", "Arguments similar")
