@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from grpo import tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
-from grpo.gated_mlp import keep_less
+from grpo.lean_modules import keep_less
 from grpo.lora import add_adapters
 
 TINY_FOLDER = Path(__file__).parent / "tiny"
