@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tyro.conf import FlagCreatePairsOff, arg
 
@@ -24,6 +24,7 @@ from scenarios.schema import Scenario, load_scenarios
 if TYPE_CHECKING:  # scripted policies and comparisons need neither
     from grpo.chat import ChatTokens
     from grpo.engines import Engine
+    from grpo.engines.server_engine import ServerEngine
     from grpo.evaluate_api import Kept
 
 File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
@@ -172,6 +173,7 @@ def extra_fields(args: Arguments) -> dict[str, Any]:
 
 def plot_of(args: Arguments) -> Path:
     """Where the plot of a comparison goes."""
+    assert args.compare
     return args.plot or args.compare[-1].parent / "comparison.png"
 
 
@@ -199,6 +201,7 @@ def compare_files(args: Arguments) -> None:
     from grpo import plots
     from grpo.compare import compare, load_report, names_of
 
+    assert args.compare
     reports = [load_report(path) for path in args.compare]
     names = names_of(reports, args.compare)
     comparison = compare(reports, rubric=args.rubric, names=names)
@@ -270,7 +273,7 @@ def evaluate_sampled(args: Arguments, scenarios: list[Scenario]) -> dict[str, An
             progress=progress,
             env_factory=env_factory,
         )
-    return report if args.vllm_url is None else report | {"server": engine.about}
+    return report if args.vllm_url is None else report | {"server": cast("ServerEngine", engine).about}
 
 
 def evaluate_served(args: Arguments, scenarios: list[Scenario]) -> tuple[dict[str, Any], Kept]:
@@ -278,6 +281,7 @@ def evaluate_served(args: Arguments, scenarios: list[Scenario]) -> tuple[dict[st
     from grpo.chat_api import ChatEndpoint
     from grpo.evaluate_api import Kept, evaluate_endpoint, settings_of
 
+    assert args.api_base is not None
     concurrency = args.concurrency or 8
     endpoint = ChatEndpoint(args.api_base, args.model, args.api_tools, extra_fields(args), concurrency)
     length = args.max_completion_len or default_length(args.model)
@@ -344,6 +348,7 @@ def served_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tu
 
     chat = chat_tokens(args.model, *load_tokenizer(args.model))
     prompts = [chat.first_prompt(first_messages(scenario)) for scenario in scenarios]
+    assert args.vllm_url is not None
     engine = connect(args.vllm_url, args.model, source_of(args.model), chat, prompts)
     print(engine.description, flush=True)
     return engine, chat

@@ -172,12 +172,15 @@ def calibrated() -> Machine:
     def row(value: float) -> Machine:
         return replace(machine, row_seconds=value)
 
+    def of_point(point: dict[str, Any], rate: Callable[[float], Machine], value: float) -> float:
+        return point_rollout(point, rate(value))
+
     for _ in range(5):  # they depend a little on each other
         found = solve(lambda x: case_rollout("c", bandwidth(x)), 1e8, 1e12, torch_engine["seconds"])
         machine = bandwidth(found)
         for point, rate in ((points[LAYER_POINT], layer), (points[ROW_POINT], row)):
             target = measured_rollout(point)
-            machine = rate(solve(lambda x, p=point, r=rate: point_rollout(p, r(x)), 1e-8, 1.0, target))
+            machine = rate(solve(functools.partial(of_point, point, rate), 1e-8, 1.0, target))
     return machine
 
 

@@ -242,7 +242,7 @@ def overlapped(job: Job) -> tuple[int, float] | None:
     node, groups = job.machine.gpus_per_node, job.gpus * job.groups
     for servers in range(node, job.gpus, node):
         trainers = fitted(spread(replace(job, gpus=job.gpus - servers), groups))
-        training = trainers and step(trainers)
+        training = step(trainers) if trainers else None
         sampling = serving(spread(replace(job, gpus=servers), groups))
         if training is None or sampling is None:
             continue

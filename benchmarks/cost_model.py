@@ -123,8 +123,8 @@ class Work:
 
 
 def work(
-    groups: float, members: float, prompt: float, shared: float, completions: Sequence[float], trained: float,
-    microbatch_tokens: float = math.inf,
+    groups: float, members: float, prompt: float, shared: float, completions: Sequence[float] | np.ndarray,
+    trained: float, microbatch_tokens: float = math.inf,
 ) -> Work:  # fmt: skip
     """Of `groups` groups of `members` episodes, whose lengths behind the prompt are spread like `completions`.
 

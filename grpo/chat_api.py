@@ -25,6 +25,7 @@ from grpo.endpoint import Retries, Server, ServerError
 from grpo.sampling import SamplingConfig
 
 Message = dict[str, Any]
+Finish = Literal["stop", "length", "content_filter"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONTACT_SECONDS = 30.0
@@ -58,7 +59,7 @@ class Answer:
     """To be read by people, reasoning in <think> tags included."""
     spoken: str
     """What the environment reads."""
-    finish: Literal["stop", "length", "content_filter"]
+    finish: Finish
     message: Message
     """The turn as it goes back with the next request."""
     call_ids: tuple[str, ...] = ()
@@ -151,7 +152,8 @@ class ChatEndpoint:
                     raise self._explained(error) from error
 
     def _body(self, messages: Sequence[Message], max_tokens: int, sampling: SamplingConfig, seed: int) -> Message:
-        body = {"model": self.model, "messages": list(messages), "temperature": sampling.temperature, "seed": seed}
+        body: Message = {"model": self.model, "messages": list(messages), "seed": seed}
+        body["temperature"] = sampling.temperature
         if sampling.temperature and sampling.top_p < 1:
             body["top_p"] = sampling.top_p
         body["max_completion_tokens" if "max_tokens" in self.left_out else "max_tokens"] = max_tokens
@@ -222,7 +224,7 @@ def read_choice(choice: Mapping[str, Any], prompt_tokens: Any = None, completion
         listed = [{"id": name, "type": "function", "function": function} for name, function in zip(ids, functions)]
         # Some models must find again what they thought before a call.
         back = {"role": "assistant", "content": content or None, "tool_calls": listed} | reasoning
-    finish = {"length": "length", "max_tokens": "length", "content_filter": "content_filter"}
+    finish: dict[str, Finish] = {"length": "length", "max_tokens": "length", "content_filter": "content_filter"}
     return Answer(
         text=printable(thought + said),
         spoken=printable(called or content),

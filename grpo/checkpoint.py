@@ -171,8 +171,8 @@ def load(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None
 
 def finished(run_folder: Path) -> list[Path]:
     """Checkpoints, whole or damaged, oldest first, in numeric order."""
-    folders = (run_folder / FOLDER).glob("step-*")
-    return sorted((folder for folder in folders if number(folder) is not None), key=number)
+    numbered = ((number(folder), folder) for folder in (run_folder / FOLDER).glob("step-*"))
+    return [folder for _, folder in sorted((step, folder) for step, folder in numbered if step is not None)]
 
 
 def number(folder: Path) -> int | None:
@@ -184,7 +184,7 @@ def number(folder: Path) -> int | None:
 def set_aside(run_folder: Path, newer_than: int) -> None:
     """Rename the (damaged) checkpoints after step `newer_than`, so that they never count as one that is kept."""
     for checkpoint in finished(run_folder):
-        if number(checkpoint) > newer_than:
+        if (number(checkpoint) or 0) > newer_than:
             names = (checkpoint.with_name(f"{checkpoint.name}.damaged{i or ''}") for i in range(1000))
             checkpoint.rename(next(name for name in names if not name.exists()))
 

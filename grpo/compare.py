@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, ValidationError, create_model
 
 from env.families import FAMILIES
 from grpo.config import UsageError
@@ -30,13 +30,19 @@ SAMPLING_KEYS = ("temperature", "top_p", "max_completion_len", "seed")
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
+def _known_family(name: str) -> str:
+    if name not in FAMILIES:
+        raise ValueError(f"must be one of {', '.join(FAMILIES)}")
+    return name
+
+
 class _Scores(BaseModel):
     card: Number
     gated: Number
 
 
 class _Episode(BaseModel):
-    family: Literal[tuple(FAMILIES)]
+    family: Annotated[str, AfterValidator(_known_family)]
     seed: StrictInt
     scores: _Scores
 
@@ -46,8 +52,7 @@ class _Scenarios(BaseModel):
     n: StrictInt | None = None
 
 
-_Report = create_model(
-    "_Report",
+_fields: dict[str, Any] = dict(
     model=(StrictStr, ...),
     rubric=(Literal["card", "gated"], ...),
     scenarios=(_Scenarios, ...),
@@ -56,6 +61,7 @@ _Report = create_model(
     env_errors=(StrictInt, ...),
     **{key: (Number | None, None) for key in SAMPLING_KEYS},
 )
+_Report: Any = create_model("_Report", **_fields)
 """What a comparison reads of a report."""
 
 
@@ -124,12 +130,18 @@ def _with_seeds(means: np.ndarray, of_seeds: np.ndarray, level: float) -> list[f
     return [float(x) for x in np.quantile(sums, [(1 - level) / 2, (1 + level) / 2])]
 
 
+def _wilson(successes: int, n: int) -> list[float]:
+    interval = wilson_interval(successes, n)
+    if interval is None:
+        raise ValueError("an interval of a rate of nothing")
+    return interval
+
+
 def newcombe_interval(successes: int, n: int, successes_base: int, n_base: int) -> list[float]:
     """95 % interval of the difference of two independent proportions, from their Wilson intervals (Newcombe 1998,
     method 10)."""
     p, base = successes / n, successes_base / n_base
-    low, high = wilson_interval(successes, n)
-    base_low, base_high = wilson_interval(successes_base, n_base)
+    (low, high), (base_low, base_high) = _wilson(successes, n), _wilson(successes_base, n_base)
     return [p - base - math.hypot(p - low, base_high - base), p - base + math.hypot(high - p, base - base_low)]
 
 
@@ -240,7 +252,8 @@ def _row(family: str, groups: Sequence[Sequence[Mapping[str, Any]]], rubric: str
 def _estimate(values: np.ndarray, clusters: Sequence[Any]) -> dict[str, Any]:
     """Mean, its interval and the seeds' own means of [K, n] values."""
     by_seed = [mean(row.tolist()) for row in values]
-    return {"mean": mean(values.ravel().tolist()), "interval": seeds_interval(values, clusters), "by_seed": by_seed}
+    interval = seeds_interval(values.tolist(), clusters)
+    return {"mean": mean(values.ravel().tolist()), "interval": interval, "by_seed": by_seed}
 
 
 def _differences(reports: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -205,7 +205,7 @@ def _told(error: Exception, own: Exception | None, number: int) -> Exception:
     """The exception of process `number`: the original there, a copy elsewhere, which knows that it is one."""
     if number == rank() and own is not None:
         return own
-    error.told_by = number
+    error.__dict__["told_by"] = number
     return error
 
 

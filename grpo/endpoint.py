@@ -29,7 +29,15 @@ class Retries(Retry):
     """urllib3's, which respects Retry-After. An account without credit is not asked again, and what has not been
     answered in time only once: it costs all of that time."""
 
-    def increment(self, method=None, url=None, response=None, error=None, _pool=None, _stacktrace=None) -> Retry:
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: Any = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: Any = None,
+    ) -> Retries:
         """What is left of the tries after this one. Raises MaxRetryError where nothing is."""
         late = urllib3.exceptions.ReadTimeoutError
         late_before = any(isinstance(past.error, late) for past in self.history)

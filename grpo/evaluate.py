@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
+from env.clarify import ClarifyEnv, EnvFactory, EpisodeRecord, StopReason
 from env.families import FAMILIES
 from env.policies import ScriptedPolicy, play
 from env.rubrics import Score, reward, score
@@ -132,7 +132,7 @@ def spread(scenarios: Sequence[Scenario], limit: int) -> list[Scenario]:
     The first of a file alone may be one family: published scenarios come sorted by family.
     """
     seen: Counter[tuple[str, str]] = Counter()
-    rank = []
+    rank: list[tuple[Any, ...]] = []
     for scenario in scenarios:
         cell = (scenario.family, scenario.task_id)
         rank.append((seen[cell], DIFFICULTIES.index(scenario.task_id), len(rank)))
@@ -180,7 +180,7 @@ def _row(record: EpisodeRecord, s: Score, messages: list[dict[str, str]] | None)
         "scores": {rubric: s.total(rubric) for rubric in RUBRIC_PARTS},
         "parts": {part: getattr(s, part) for parts in RUBRIC_PARTS.values() for part in parts},
         "hallucination_rate": s.hallucination_rate,
-        "stop_reason": record.stop_reason.value,
+        "stop_reason": record.stop_reason and record.stop_reason.value,
         "turns": record.num_turns,
         "invalid_turns": record.num_invalid_turns,
         "questions": [{"text": q.text, "answer": q.answer, "revealed": q.field} for q in record.questions],
@@ -205,7 +205,7 @@ def evaluate_model(
     seed: int = EVAL_SEED,
     also_greedy: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
+    env_factory: EnvFactory = ClarifyEnv,
 ) -> dict[str, Any]:
     """Play each scenario once with a model and report; `temperature` 0 is greedy.
 
@@ -257,7 +257,7 @@ def _halves(progress: Callable[[int, int], None] | None) -> tuple[Callable[[int,
 
 
 def _played(
-    policy: ScriptedPolicy, scenario: Scenario, env_factory: Callable[[Scenario], ClarifyEnv]
+    policy: ScriptedPolicy, scenario: Scenario, env_factory: EnvFactory
 ) -> tuple[EpisodeRecord, list[tuple[str, str | None]]]:
     """As `env.policies.play`. An environment that breaks costs its episode alone, as it does in a rollout."""
     try:
@@ -273,7 +273,7 @@ def evaluate_policy(
     *,
     rubric: str = "card",
     seed: int = EVAL_SEED,
-    env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
+    env_factory: EnvFactory = ClarifyEnv,
 ) -> dict[str, Any]:
     """Play each scenario with a scripted policy (`env.policies`), through the same text that a model speaks.
 

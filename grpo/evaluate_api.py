@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from env.clarify import ClarifyEnv, EpisodeRecord, StopReason
+from env.clarify import ClarifyEnv, EnvFactory, EpisodeRecord, StopReason
 from env.literals import printable
 from env.prompts import SYSTEM, TOOLS
 from env.time_limit import time_limit
+from grpo.chat import ChatTokens
 from grpo.chat_api import CONTEXT_FULL, FILTERED, Answer, ChatEndpoint, Message, tools_as_text
 from grpo.config import RunStopped, UsageError
 from grpo.console import counted
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 LOST_IN_A_ROW = 8
 """So many lost episodes without a turn in between, and the endpoint counts as gone."""
 NO_CONTEXT_LIMIT = 2**31  # that is the endpoint's affair
+NO_CHAT = cast(ChatTokens, None)  # so are ids
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ChatPlayer(Player):
     """
 
     def __init__(self, index: int, scenario: Scenario, max_completion_len: int):
-        super().__init__((index, 0), scenario, None, (max_completion_len, NO_CONTEXT_LIMIT), lambda record: 0.0)
+        super().__init__((index, 0), scenario, NO_CHAT, (max_completion_len, NO_CONTEXT_LIMIT), lambda record: 0.0)
         self.messages: list[Message] = []
         self.said: list[tuple[str, str | None]] = []
         self.tokens = [0, 0]  # of all its requests' prompts, of all its answers
@@ -70,7 +72,7 @@ class ChatPlayer(Player):
         self.first_prompt: int | None = None
         self.lost: str | None = None
 
-    def begin(self, env_factory: Callable[[Scenario], ClarifyEnv]) -> bool:
+    def begin(self, env_factory: EnvFactory) -> bool:
         """Reset the environment. True if there is a turn to ask for."""
         try:
             with time_limit(ENV_SECONDS):
@@ -80,7 +82,7 @@ class ChatPlayer(Player):
             return self._fail(error)
         return True
 
-    def play(self, answer: Answer) -> bool:
+    def hear(self, answer: Answer) -> bool:
         """Take in a turn and the environment's reply to it. True if there is another turn to ask for."""
         room = self.room
         self._count(answer)
@@ -89,10 +91,11 @@ class ChatPlayer(Player):
             return self.lose(ServerError("the content filter cut a turn off", FILTERED))
         cut = answer.finish == "length"
         try:
+            assert self.env is not None
             with time_limit(ENV_SECONDS):
                 result = self.env.step(answer.spoken, truncated=cut)
                 record = self.env.record
-            reply = None if cut or result.done else printable(result.reply)
+            reply = None if cut or result.done else printable(cast(str, result.reply))
         except Exception as error:  # noqa: BLE001
             return self._fail(error)
         self.said.append((answer.text, reply))
@@ -104,7 +107,7 @@ class ChatPlayer(Player):
             return self._stop(StopReason.CONTEXT_FULL if full else StopReason.TOKEN_CAP)
         if self.room < 1:
             return self._stop(StopReason.TOKEN_CAP)
-        self.messages += [answer.message, *answer.replies(reply)]
+        self.messages += [answer.message, *answer.replies(reply or "")]
         return True
 
     @property
@@ -124,7 +127,7 @@ class ChatPlayer(Player):
 
     def played(self) -> Played:
         """The finished episode."""
-        return Played(self.record, self.said, tuple(self.tokens), self.lost)
+        return Played(self.record, self.said, (self.tokens[0], self.tokens[1]), self.lost)
 
     def _count(self, answer: Answer) -> None:
         prompt, completion = answer.prompt_tokens, answer.completion_tokens
@@ -186,6 +189,7 @@ class Kept:
             self.path.unlink(missing_ok=True)
 
     def _load(self) -> None:
+        assert self.path
         advice = "finish it with the settings it was started with, give another --output, or remove the file"
         try:
             document = json.loads(self.path.read_text(encoding="utf-8"))
@@ -215,7 +219,7 @@ class Evaluation:
         max_completion_len: int,
         concurrency: int = 8,
         progress: Callable[[int, int], None] | None = None,
-        env_factory: Callable[[Scenario], ClarifyEnv] = ClarifyEnv,
+        env_factory: EnvFactory = ClarifyEnv,
     ):
         self.endpoint, self.kept, self.env_factory = endpoint, kept, env_factory
         self.max_completion_len, self.concurrency, self.progress = max_completion_len, concurrency, progress
@@ -232,7 +236,7 @@ class Evaluation:
         names = [f"temperature {sampling.temperature:g}, {i}" for i in range(len(scenarios))]
         results = [self.kept.get(name, scenario) for name, scenario in zip(names, scenarios)]
         waiting = deque(i for i, played in enumerate(results) if played is None)
-        calls, live = InFlight(self.concurrency), {}
+        calls, live = InFlight(self.concurrency), dict[int, ChatPlayer]()
 
         def go_on(index: int, more: bool) -> None:
             player = live[index]
@@ -255,15 +259,16 @@ class Evaluation:
                 index = waiting.popleft()
                 live[index] = ChatPlayer(index, scenarios[index], self.max_completion_len)
                 go_on(index, live[index].begin(self.env_factory))
-            for index, answer in calls.ended():
+            for key, answer in calls.ended():
+                index = cast(int, key)
                 go_on(index, self._take(live[index], answer))
-        return results
+        return [played for played in results if played is not None]  # all of them
 
     def _take(self, player: ChatPlayer, answer: Answer | Exception) -> bool:
         """True if the episode goes on."""
         if isinstance(answer, Answer):
             self._answered, self._lost_in_a_row = True, 0
-            return player.play(answer)
+            return player.hear(answer)
         if not isinstance(answer, ServerError):
             raise answer
         if answer.kind == CONTEXT_FULL and player.said:
@@ -275,6 +280,10 @@ class Evaluation:
             if answer.status in (401, 403, 404) or self._lost_in_a_row >= LOST_IN_A_ROW:
                 raise RunStopped(f"{answer}; {self.kept.advice}") from answer
         return player.lose(answer)
+
+
+def _shown(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def evaluate_endpoint(
@@ -298,7 +307,7 @@ def evaluate_endpoint(
     documents: list[dict[str, Any]] = []
     for number, each in enumerate(passes):
         before, total = number * len(scenarios), len(passes) * len(scenarios)
-        show = progress and (lambda done, n, before=before, total=total: progress(before + done, total))
+        show = progress and partial(_shown, progress, before, total)
         evaluation = Evaluation(endpoint, kept, max_completion_len=max_completion_len, progress=show, **options)
         played = evaluation.play(scenarios, each)
         prompt, completion = (sum(p.tokens[i] for p in played) for i in (0, 1))

@@ -45,7 +45,7 @@ class Guard:
             yield
         except BrokenInvariant as error:
             if not distributed.is_first():
-                error.told_by = 0
+                error.__dict__["told_by"] = 0
                 raise
             kept = self._dump(step, error.groups, str(error))
             raise BrokenInvariant(f"step {step}: {error}; {kept}. This is a bug of the program") from error

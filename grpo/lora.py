@@ -115,5 +115,6 @@ def save_adapter(model: torch.nn.Module, folder: Path, base: str) -> None:
     # peft's loader looks under the names of its own wrapper.
     tensors = {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in state.items()}
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    config = dataclasses.replace(model.peft_config["default"], base_model_name_or_path=base, inference_mode=True)
+    settings: Any = model.peft_config
+    config = dataclasses.replace(settings["default"], base_model_name_or_path=base, inference_mode=True)
     config.save_pretrained(str(folder))

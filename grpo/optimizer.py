@@ -11,7 +11,7 @@ where torchao's calls a C++ compiler at its first step and takes it as a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _adamw8bit() -> type[torch.optim.Optimizer]:
+def _adamw8bit() -> Callable[..., torch.optim.Optimizer]:
     """bitsandbytes' AdamW with a state that a checkpoint can hold: tensors by name, as PyTorch's has it."""
     import logging
 

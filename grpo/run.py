@@ -106,7 +106,7 @@ def train(settings: Config, folder: Path, resumed: resume.Restart | None = None)
         with run_folder.writing(folder, total), distributed.whole(policy.model):
             distributed.first(save_final, policy, folder / "final")
         after = evaluated(settings, trainer, folder / "eval_after.json", str(folder / "final"), restart.done < total)
-        if not trackers:
+        if not trackers or not history:
             return
         trackers.evaluation("after", after)
         comparison = compare.compare([before, after], names=["base", "trained"]) if before and after else None
@@ -137,6 +137,7 @@ def run_steps(
 
         def log(step: int, result: StepResult) -> RunStopped | None:
             """Write down a finished step. Why the run must end now, or None."""
+            assert history and trackers  # the first process's
             row = step_metrics(
                 result.groups,
                 step=step,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo import checkpoint, distributed, run_folder
+from grpo.checkpoint import Progress
 from grpo.config import Config
 from grpo.data_types import Group
 from grpo.files import sync
@@ -38,6 +39,7 @@ class Saver:
 
     def log(self, row: dict[str, Any], result: StepResult) -> None:
         """Write a finished step's line and episodes. Raises OSError."""
+        assert self.history  # the first process logs
         write_completions(self.folder / "completions", row["step"], result.groups, result.advantages)
         self.history.append(row)
         free, needed = shutil.disk_usage(self.folder).free, checkpoint.size(self.trainer.policy.model)
@@ -58,9 +60,10 @@ class Saver:
         distributed.first(self.tidy)
         self.saved = step
 
-    def _progress(self, step: int) -> checkpoint.Progress:
+    def _progress(self, step: int) -> Progress:
         """What a checkpoint says of the run; what it covers is on the disk by then."""
-        progress = checkpoint.Progress(
+        assert self.history
+        progress = Progress(
             self.run_id, self.config, step, position(self.settings, step), self.history.position
         )
         sync(self.history.path)
@@ -71,6 +74,7 @@ class Saver:
 
     def begin(self) -> None:
         """Drop what lies behind the checkpoint that the run goes on from."""
+        assert self.history
         self.history.truncate_to(self.saved)
         self.tidy()
 
@@ -79,5 +83,5 @@ class Saver:
         keep = self.settings.run.keep_checkpoints
         checkpoint.tidy(self.folder, keep)
         # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
-        kept = [0, *map(checkpoint.number, checkpoint.finished(self.folder))][-keep:]
+        kept = [0, *(checkpoint.number(each) or 0 for each in checkpoint.finished(self.folder))][-keep:]
         self.recorder.prune(kept[0])

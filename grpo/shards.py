@@ -57,7 +57,7 @@ def read(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         ValueError, KeyError, OSError: the checkpoint is not of this model, or cannot be read.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    there = reader.read_metadata().state_dict_metadata
+    there: dict[str, Any] = reader.read_metadata().state_dict_metadata
     weights = {}
     for parameter, names in trained_weights(model).items():
         weights[next((name for name in names if name in there), names[0])] = parameter.detach()

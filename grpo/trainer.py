@@ -188,7 +188,7 @@ class Trainer:
     def audit(self, groups: list[Group], witness: Witness | None = None) -> None:
         """Of a rollout batch; without a witness, of one from a file. Raises BrokenInvariant."""
         vocab_size = self.policy.model.get_input_embeddings().weight.shape[0]
-        audit_groups(groups, chat=self.chat, vocab_size=vocab_size, sampled=witness and witness.turns)
+        audit_groups(groups, chat=self.chat, vocab_size=vocab_size, sampled=witness.turns if witness else None)
 
     def reward(self, record: EpisodeRecord) -> float:
         """Training reward: the rubric's score, less the documented shaping."""
@@ -211,6 +211,7 @@ class Trainer:
         config = self.config
         if not self.needs_reference:
             return [None] * len(batches)
+        assert self.reference
         trained = [i for i, weight in enumerate(weights) if weight > 0]
         found = self.reference.logprobs(
             [episodes[i] for i in trained], config.rollout.temperature, config.optim.microbatch_tokens
@@ -239,6 +240,7 @@ class Trainer:
         more_ref = self.reference_logprobs(episodes, extra, more)
         with distributed.whole(self.policy.model):
             for batch, ref in zip([*batches, *more], [*ref_logprobs, *more_ref]):
+                assert ref is not None  # a KL in the reward has a reference
                 logprobs, _ = score(self.policy, batch, self.config.rollout.temperature)
                 penalties += kl_reward_penalty(logprobs, ref, batch.episode_index, len(penalties)).cpu()
         penalties = distributed.total(penalties)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo.chat import ChatTokens
 from grpo.endpoint import InFlight, Server
@@ -26,6 +26,9 @@ from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig, random_stream
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to this without a word
+
+# Reasons for the end of a turn, as servers say them.
+FINISHES: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
 
 
 class ServerEngine:
@@ -133,9 +136,9 @@ class ServerEngine:
             raise self.server.error(f"{len(ids)} tokens came back where 1 to {request.max_tokens} were asked for")
         if reason == "stop" and ids[-1] not in self.eos_ids:
             raise self.server.error(f"a turn ended with token {ids[-1]}, which ends no turn of --model")
-        if reason not in ("stop", "length"):
+        if reason not in FINISHES:
             raise self.server.error(f"a turn ended for the reason {reason!r}")
-        return TurnOutput(request.key, ids, logprobs, reason)
+        return TurnOutput(request.key, ids, logprobs, FINISHES[reason])
 
 
 def connect(
@@ -225,7 +228,7 @@ def completion_body(
     }
 
 
-def read_choice(server: Server, answer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], str | None]:
+def read_choice(server: Server, answer: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
     """Token ids, log-probs and finish reason of an answer's only choice."""
     try:
         (choice,) = answer["choices"]
@@ -235,7 +238,7 @@ def read_choice(server: Server, answer: Mapping[str, Any]) -> tuple[tuple[int, .
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise server.error("returns no token ids (`return_token_ids`); vLLM 0.32 does")
     finite = isinstance(found, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in found)
-    if not finite or len(found) != len(ids):
+    if not isinstance(found, list) or not finite or len(found) != len(ids):
         raise server.error("returns no log-prob for each token (`logprobs`)")
     return tuple(ids), tuple(map(float, found)), choice.get("finish_reason")
 

@@ -47,9 +47,15 @@ class Chain:
     name: str
     stages: list[Stage]
     log: Path
-    process: subprocess.Popen | None = None
+    running: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     failed: str = ""
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The newest of its processes, ended or not."""
+        assert self.running is not None
+        return self.running
 
 
 def carry_out(
@@ -61,7 +67,7 @@ def carry_out(
     checkpoint. However this ends, no process is left behind.
     """
     env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    waiting, active = [chain for chain in chains if chain.stages], []
+    waiting, active = [chain for chain in chains if chain.stages], list[Chain]()
     total, told = left_of(chains), False
     try:
         while waiting or active:
@@ -94,7 +100,7 @@ def begin(chain: Chain, env: dict[str, str]) -> bool:
     chain.started = time.monotonic()
     try:
         with open(chain.log, "ab") as log:
-            chain.process = subprocess.Popen(
+            chain.running = subprocess.Popen(
                 [sys.executable, *stage.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

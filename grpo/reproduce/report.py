@@ -195,9 +195,9 @@ def main_table(found: Mapping[str, Any]) -> str:
         ["plans submitted, Wilson interval"]
         + [f"{c['completed']}/{c['n']} {_interval(c['completion_interval'], '.2f')}" for c in conditions]
     )
-    for key, label, form in (("training_reward", f"training reward, last {LAST} steps", ".3f"),
-                             ("kl", "KL to the base, nats per token", ".4f")):  # fmt: skip
-        table.append([label] + [_plus_minus(condition[key], form) for condition in conditions])
+    for key, label, digits in (("training_reward", f"training reward, last {LAST} steps", ".3f"),
+                               ("kl", "KL to the base, nats per token", ".4f")):  # fmt: skip
+        table.append([label] + [_plus_minus(condition[key], digits) for condition in conditions])
     return _markdown(table)
 
 

@@ -215,7 +215,7 @@ def _verdict(
 
 
 def _published() -> dict[str, Any]:
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         name: {"model": model, "beta": beta, "avg_score": average, "completed": plans, "n": PUBLISHED_N,
                "completion_interval": wilson_interval(plans, PUBLISHED_N), "event_planning": event,
                "meeting_scheduling": meeting}
