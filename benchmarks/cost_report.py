@@ -49,8 +49,14 @@ class Arguments:
     """With --model: groups on each GPU."""
     members: int = 8
     """With --model: episodes of a group."""
+    prompt: int = Job.prompt
+    """With --model: tokens of a prompt."""
+    shared: int = Job.shared
+    """With --model: those of them that all prompts begin with."""
     limit: int = LIMIT
     """With --model: tokens of an episode behind its prompt, at most."""
+    slots: int = Job.slots
+    """With --model: episodes that a GPU samples at once (--max-concurrent)."""
     write: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Also write the tables into docs/scaling.md."""
     json: Path | None = None
@@ -177,13 +183,14 @@ def table_stragglers() -> str:
 def table_assumptions() -> str:
     """One step, with one assumption changed at a time."""
     job = weak("8B", 64)
-    machine, links = job.machine, dict(nvlink=job.machine.nvlink / 2, nic=job.machine.nic / 2)
+    machine = job.machine
+    slow_links = replace(machine, nvlink=machine.nvlink / 2, nic=machine.nic / 2)
     ones = 0 * job.lengths.sampled + job.limit
     changed = {
         "as assumed": job,
         "GEMMs at half the rate": replace(job, machine=replace(machine, flops=machine.flops / 2)),
         "memory at half the rate": replace(job, machine=replace(machine, bandwidth=machine.bandwidth / 2)),
-        "links at half the rate": replace(job, machine=replace(machine, **links)),
+        "links at half the rate": replace(job, machine=slow_links),
         "a step of a ring 5 times slower": replace(job, machine=replace(machine, hop_seconds=5 * machine.hop_seconds)),
         "vLLM's own time a forward doubled": replace(job, machine=replace(
             machine, decode_seconds=2 * machine.decode_seconds, row_seconds=2 * machine.row_seconds)),
@@ -233,19 +240,23 @@ def fill(text: str, tables: dict[str, str]) -> str:
 
 def one_step(args: Arguments) -> dict[str, Any]:
     """Print one step; returns it. Raises UsageError."""
-    for name in ("gpus", "groups", "members", "limit"):
+    for name in ("gpus", "groups", "members", "prompt", "limit", "slots"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: must be at least 1")
+    if not 0 <= args.shared < min(args.prompt, Job.microbatch_tokens):
+        raise UsageError(f"--shared {args.shared}: less than --prompt {args.prompt} and a microbatch's 8192")
     if args.gpus > 8 and args.gpus % 8:
         raise UsageError(f"--gpus {args.gpus}: whole nodes of 8, or at most 8")
-    job = make_job(args.model, args.gpus, args.machine, args.groups, members=args.members, limit=args.limit)
+    names = ("members", "prompt", "shared", "limit", "slots")
+    job = make_job(args.model, args.gpus, args.machine, args.groups, **{name: getattr(args, name) for name in names})
     job = fitted(job) or job
     found = step(job)
     if found is None:
         need = memory(replace(job, lean=True), min(args.gpus, 8), True)
         raise UsageError(
             f"--model {args.model}: {args.gpus} x {args.machine} are too few: {need.rollout / GIB:.0f} GiB a GPU while "
-            f"sampling, {need.update / GIB:.0f} in the update; a card has {job.machine.memory / GIB:.0f}"
+            f"sampling ({need.kv_cache / GIB:.0f} for {job.slots} episodes at once), {need.update / GIB:.0f} in the "
+            f"update; a card has {job.machine.memory / GIB:.0f}"
         )
     print(f"{args.model} on {args.gpus} x {args.machine}, predicted; tensor parallelism {found.tp}, activations "
           f"{'computed again' if found.checkpointing else 'kept'}{', lean: see cost_job.py' * job.lean}\n")  # fmt: skip

@@ -341,6 +341,7 @@ def test_published_steps_are_compared_as_published():
         (("--model", "8B", "--gpus", "1"), "1 x h100 are too few"),
         (("--model", "8B", "--gpus", "12"), "--gpus 12"),
         (("--model", "8B", "--groups", "0"), "--groups 0"),
+        (("--model", "8B", "--shared", "600"), "--shared 600"),
         (("--model", "8B", "--write"), "--write"),
         (("--json", "/nowhere/file.json"), "--json"),
     ],
