@@ -54,8 +54,8 @@ def main() -> None:
         if any(result.runs for result in results):
             report(args, numbers_of(results, about, failed))
     if failed:
-        names = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise RunStopped(f"{len(failed)} of {len(chains)} failed, the others are done. {names}")
+        what = f"{len(failed)} of {len(chains)} failed: {', '.join(failed)} (reasons above)"
+        raise RunStopped(f"{what}; the others are done, and the same command tries these again")
 
 
 def header(args: plan.Arguments, about: Mapping[str, Any], to_do: str, threads: int) -> dict[str, str]:
