@@ -7,6 +7,7 @@ import torch
 
 from grpo.config import Config
 from grpo.engines.drafts import Drafts
+from grpo.engines.torch_engine import TorchEngine
 from grpo.model import load_policy
 from grpo.rollout import rollout
 from grpo.run import make_chat, make_engine
@@ -54,7 +55,14 @@ def test_logprobs_of_drafted_tokens_are_those_of_a_fresh_forward():
     assert largest_gap(model, episodes, temperature=0.15) < 1e-4
 
 
-def test_perfect_guesses_and_wrong_ones(monkeypatch):
+@pytest.mark.parametrize("apart", [None, True, False])
+def test_perfect_guesses_and_wrong_ones(apart, monkeypatch):
+    """Be the drafts in one rectangle with the last tokens or calls of their own, or one or the other as they come."""
+    if apart is not None:
+        monkeypatch.setattr(TorchEngine, "_drafts_apart", lambda engine, drafted: apart)
+    else:
+        chosen, choose = set(), TorchEngine._drafts_apart
+        monkeypatch.setattr(TorchEngine, "_drafts_apart", lambda *args: [choose(*args), chosen.add(choose(*args))][0])
     plain, forwards, _ = run(draft_length=0)
     everything = [e.ids for e in plain]
 
@@ -75,6 +83,7 @@ def test_perfect_guesses_and_wrong_ones(monkeypatch):
     mixed, between, _ = run(draft_length=6, guess=half_wrong, monkeypatch=monkeypatch)
     assert_same(plain, mixed)
     assert fewest < between < forwards
+    assert apart is not None or chosen == {True, False}
 
 
 def test_the_last_tokens_of_a_full_context():

@@ -60,7 +60,7 @@ class Grid:
 @dataclass(frozen=True)
 class Layout:
     """Who is who among the N tokens of one forward: first the chunks, one after the other, then M tokens of n rows, a
-    row's last one and what is drafted behind it.
+    row's last one and what is drafted behind it (where that is not a chunk of its own).
 
     Example without drafts: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it
     feeds::
