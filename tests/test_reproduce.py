@@ -343,7 +343,7 @@ def test_the_report_of_made_up_runs(finished, nothing_starts, capsys):
     assert reproduce(finished) == (0, "")
     out = finished / "results"
     text, numbers = (out / "report.md").read_text(), json.loads((out / "report.json").read_text())
-    found = numbers["models_found"][0]
+    found = numbers["results"][0]
     told = {(v["name"], v["against"], v["measure"]): v for v in found["verdicts"]}
     change = told["beta 0", "base", "score"]
     assert change["change"] == pytest.approx(0.31) and change["by_seed"] == pytest.approx([0.30, 0.31, 0.32])
@@ -380,7 +380,7 @@ def test_a_failed_run_is_missing_in_the_report_and_named(finished, monkeypatch, 
     text = (finished / "results" / "report.md").read_text()
     assert "**Failed, and missing here:**" in text and "error: it broke" in text
     assert "5 training runs" in text and text.count("\n| tiny, beta") == 5
-    told = json.loads((finished / "results" / "report.json").read_text())["models_found"][0]["verdicts"]
+    told = json.loads((finished / "results" / "report.json").read_text())["results"][0]["verdicts"]
     pair = next(v for v in told if v["against"] == "beta 0" and v["measure"] == "score")
     assert pair["seeds"] == [1, 2] and pair["by_seed"] == pytest.approx([-0.03, 0.08])  # the same seeds only
 
@@ -440,10 +440,10 @@ def test_the_published_models_are_within_noise_of_each_other():
         [0.0695, 0.2619], abs=1e-4
     )
     assert {change["verdict"] for change in published["changes"]} == {"cannot be told"}
-    text = report._published_section({"published": published, "models_found": []})
+    text = report._published_section({"published": published, "results": []})
     assert "every interval of a change holds 0" in text
     published["changes"][0]["verdict"] = "better"
-    assert "1 of 4 published differences" in report._published_section({"published": published, "models_found": []})
+    assert "1 of 4 published differences" in report._published_section({"published": published, "results": []})
 
 
 # -------------------------------------------------------------------------------------------------------- all of it
@@ -457,7 +457,7 @@ def test_a_real_ablation_end_to_end_and_again(tmp_path, capsys):
     evaluation = json.loads((run / "evaluation-2.json").read_text())
     assert evaluation["model"] == str(run / "final") and evaluation["n"] == 2 and "greedy" in evaluation
     numbers = json.loads((tmp_path / "results" / "report.json").read_text())
-    found = numbers["models_found"][0]
+    found = numbers["results"][0]
     assert [run["steps"] for run in found["runs"]] == [1] and found["runs"][0]["machine"]["threads"] == 1
     assert found["conditions"][1]["kl"][0] == pytest.approx(0, abs=1e-3) and not numbers["failed"]
     with pytest.MonkeyPatch.context() as patch:

@@ -89,7 +89,7 @@ def report(args: plan.Arguments, numbers: Mapping[str, Any]) -> None:
         path = write_report(args.output_dir, numbers)
     except OSError as error:
         raise RunStopped(f"--output-dir {args.output_dir}: {error.strerror}; the runs are kept") from error
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         for verdict in found["verdicts"]:
             print(f"{found['name']}: {verdict_line(found, verdict)}")
     print(f"report: {path}")

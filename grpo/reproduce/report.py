@@ -47,10 +47,10 @@ def check_replaceable(folder: Path, about: Mapping[str, Any], overwrite: bool) -
 def write_report(folder: Path, numbers: Mapping[str, Any]) -> Path:
     """Draw the plots, then write `report.json` and `report.md`; the latter's path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         draw(folder, found)
-    kept = {k: v for k, v in numbers.items() if k != "models_found"}
-    kept["models_found"] = [{k: v for k, v in found.items() if k != "curves"} for found in numbers["models_found"]]
+    kept = {k: v for k, v in numbers.items() if k != "results"}
+    kept["results"] = [{k: v for k, v in found.items() if k != "curves"} for found in numbers["results"]]
     write_atomic(folder / "report.json", json.dumps(_rounded(strict(kept)), indent=1, ensure_ascii=False) + "\n")
     write_atomic(folder / "report.md", text(kept))
     return folder / "report.md"
@@ -84,7 +84,7 @@ def _rounded(value: Any) -> Any:
 def text(numbers: Mapping[str, Any]) -> str:
     """report.md."""
     parts = [_head(numbers), _verdict_section(numbers)]
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         parts.append(_model_section(found))
     parts += [_published_section(numbers), _how_section(numbers), _runs_section(numbers)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -92,7 +92,7 @@ def text(numbers: Mapping[str, Any]) -> str:
 
 def _head(numbers: Mapping[str, Any]) -> str:
     settings = numbers["settings"]
-    runs = [run for found in numbers["models_found"] for run in found["runs"]]
+    runs = [run for found in numbers["results"] for run in found["runs"]]
     count = f"{len(runs)} training run{'' if len(runs) == 1 else 's'}"
     lines = [
         "# What the KL anchor does: the ablation, with its verdict",
@@ -143,12 +143,12 @@ def _verdict_cells(found: Mapping[str, Any], verdict: Mapping[str, Any]) -> list
 
 def _verdict_section(numbers: Mapping[str, Any]) -> str:
     table = [["model", "", "change", "95 % interval", "by seed", "verdict"]]
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         for verdict in found["verdicts"]:
             *cells, told = _verdict_cells(found, verdict)
             table.append([found["name"], *cells, f"**{told}**"])
     lines = ["## Verdict", "", RULE, "", _markdown(table)]
-    single = [c for found in numbers["models_found"] for c in found["conditions"][1:] if len(c["seeds"]) < 2]
+    single = [c for found in numbers["results"] for c in found["conditions"][1:] if len(c["seeds"]) < 2]
     if single:
         lines += ["", "One seed shows what one run does, not what the setting does: give `--seeds` two or more."]
     return "\n".join(lines)
@@ -208,7 +208,7 @@ def _published_section(numbers: Mapping[str, Any]) -> str:
         families = ["{:.3f} / {:.3f}".format(*row[family]) for family in ("event_planning", "meeting_scheduling")]
         table.append([f"published, {name}", f"{row['avg_score']:.3f}", f"{row['completed']}/{row['n']}",
                       _interval(row["completion_interval"], ".2f"), *families])  # fmt: skip
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         rows = {row["family"]: row["models"] for row in found["comparisons"]["gated"]["rows"]}
         for i, condition in enumerate(found["conditions"]):
             families = [
@@ -244,7 +244,7 @@ def _beside(numbers: Mapping[str, Any]) -> list[str]:
     """What each model here says on the published question, whether the anchor helps."""
     known = {row["model"] for row in numbers["published"]["rows"].values()}
     lines = []
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         told = "; ".join(f"{v['name']} against {v['against']}: {v['verdict']}" for v in found["verdicts"]
                          if v["measure"] == "score")  # fmt: skip
         same = "a published base" if found["name"] in known else "another base than the published ones, so that levels"
@@ -254,7 +254,7 @@ def _beside(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _how_section(numbers: Mapping[str, Any]) -> str:
-    runs = [run for found in numbers["models_found"] for run in found["runs"]]
+    runs = [run for found in numbers["results"] for run in found["runs"]]
     machines = _distinct([", ".join(f"{key} {value}" for key, value in run["machine"].items()) for run in runs])
     versions = _distinct([", ".join(f"{key} {value}" for key, value in run["versions"].items()) for run in runs])
     seconds = [run["seconds"] for run in runs]
@@ -279,7 +279,7 @@ def _how_section(numbers: Mapping[str, Any]) -> str:
 
 def _runs_section(numbers: Mapping[str, Any]) -> str:
     table = [["run", "average score", "greedy", "plans", "format check", "never told", "training reward", "KL", "s"]]
-    for found in numbers["models_found"]:
+    for found in numbers["results"]:
         rows = found["comparisons"][found["rubric"]]["rows"][-1]["models"]
         for i, condition in enumerate(found["conditions"]):
             for k, seed in enumerate(condition["seeds"]):

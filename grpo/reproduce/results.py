@@ -77,7 +77,7 @@ def numbers_of(results: Sequence[Result], about: Mapping[str, Any], failed: Mapp
         "commit": machine.commit(),
         "processor": machine.cpu_name(),
         "failed": dict(failed),
-        "models_found": models,
+        "results": models,
         "published": _published(),
     }
 
