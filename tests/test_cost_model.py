@@ -222,6 +222,20 @@ def test_each_rate_moves_its_phases_and_no_other():
     assert faster(decode_seconds=0.5) == {"rollout"}
 
 
+def test_whole_weights_are_waited_for_and_layers_only_beyond_the_work():
+    each, shape = job(8), SHAPES["1.7B"]
+    found, count = cost_job.step(each), each.work.microbatches
+    gather = cost_job.gather_seconds(shape, each.machine, 8, lean=False)
+    assert found.waiting == pytest.approx(gather)
+    assert found.links == pytest.approx(gather + cost_job.fsdp_seconds(shape, each.machine, 8, count, lean=False))
+    lean = cost_job.step(job(8, lean=True))
+    assert lean.waiting == 0 < lean.links < found.links
+    slow = dataclasses.replace(each.machine, nvlink=each.machine.nvlink / 1000)
+    late = cost_job.step(dataclasses.replace(job(8, lean=True), machine=slow))
+    optimizer = cost_model.adamw_seconds(shape, slow, 8)
+    assert late.waiting == pytest.approx(late.links - late.reference - (late.update - optimizer))
+
+
 def test_strong_scaling_ends_where_each_rank_has_one_group():
     found = [cost_job.step(cost_report.strong("1.7B", gpus)) for gpus in (64, 128, 256, 512, 1024)]
     assert all(a.seconds > b.seconds for a, b in zip(found[:4], found[1:4]))
