@@ -24,8 +24,7 @@ $(VENV)/.installed: setup.py pyproject.toml
 train: setup
 	$(BIN)/python train.py --beta 0.2 $(ARGS)
 
-test: setup
-	$(BIN)/python -m ruff check .
+test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests
 
 # The tests that run vLLM's real engine, on a CPU too, in an environment of their own. Code 77: it cannot be installed on
@@ -52,6 +51,7 @@ bench-baselines: setup
 
 lint: setup
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info

@@ -70,7 +70,9 @@ setup(
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "triton>=3.6", "peft>=0.17",
-                 "nbclient>=0.10", "ipykernel>=6.29", "bitsandbytes>=0.50"],
+                 "nbclient>=0.10", "ipykernel>=6.29", "bitsandbytes>=0.50",
+                 # Pinned, as each release finds other things in the same code.
+                 "mypy==2.4.*"],
         # The environment as a server, and --env-url. Never beside openenv-core: both write the same folder.
         "server": ["openenv==0.10.*"],
         # The sampler on a GPU. It pins torch 2.13. Without a GPU: `make test-vllm`.

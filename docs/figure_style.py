@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,7 +12,7 @@ from matplotlib.figure import Figure
 SOLID, DASHED, DOTTED, MIXED = "-", (0, (6, 3)), (0, (1.2, 1.8)), (0, (6, 2, 1, 2))
 STYLES = (SOLID, DASHED, MIXED, DOTTED)
 GREYS, HATCHES = ("0.25", "0.6", "0.92"), ("", "//", "..")
-RC = {
+RC: dict[Any, Any] = {
     "axes.titlesize": 9.5,
     "axes.labelsize": 8.5,
     "xtick.labelsize": 8,
@@ -30,5 +32,5 @@ def new_figure(columns: int, height: float = 2.7, rows: int = 1, width: float = 
     return figure, axes
 
 
-def curve(axes: Axes, x, y, label: str | None = None, style=SOLID, **keywords) -> None:
+def curve(axes: Axes, x: Any, y: Any, label: str | None = None, style: Any = SOLID, **keywords: Any) -> None:
     axes.plot(x, y, linestyle=style, color=keywords.pop("color", "black"), linewidth=1.5, label=label, **keywords)

@@ -15,13 +15,18 @@ from matplotlib.patches import Rectangle
 from grpo_kernels.chunking import chunk_rows, chunks
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, grey="white", hatch=None, size=7.5):
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str,
+    grey: str = "white", hatch: str | None = None, size: float = 7.5,
+) -> None:  # fmt: skip
     axes.add_patch(Rectangle((x, y), width, height, facecolor=grey, edgecolor="black", linewidth=0.9, hatch=hatch))
     patch = dict(facecolor="white", edgecolor="none", pad=0.8) if hatch else None
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, bbox=patch)
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text="", above=0.16) -> None:
+def arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "", above: float = 0.16
+) -> None:
     axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color="black", linewidth=1.0))
     if text:
         axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + above, text, ha="center", fontsize=7.5)

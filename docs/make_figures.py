@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import get_args
 
 import kernel_figures
 import matplotlib
@@ -19,6 +20,7 @@ import numpy as np
 import scaling_figures
 import torch
 from figure_style import DASHED, DOTTED, GREYS, HATCHES, MIXED, RC, SOLID, STYLES, curve, new_figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -114,7 +116,7 @@ def loss_types() -> Figure:
     """How hard each loss type pushes a token's log-prob, over its ratio."""
     figure, panels = new_figure(4, height=4.1, rows=2, width=8.6)
     ratio = torch.logspace(math.log10(0.2), math.log10(8), 241, dtype=torch.float64)
-    for axes, loss_type in zip(panels, ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo")):
+    for axes, loss_type in zip(panels, get_args(LossType)):
         for advantage, style in ((1.0, SOLID), (-1.0, DASHED)):
             values = push(ratio, advantage, loss_type, companions=3 if loss_type == "gspo" else 0)
             curve(axes, ratio, values, f"A = {advantage:+.0f}", style)
@@ -257,7 +259,9 @@ def main(folder: Path) -> None:
         with matplotlib.rc_context(RC):
             figure.set_dpi(130)
             figure.canvas.draw()
-        grey = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("L")
+        canvas = figure.canvas
+        assert isinstance(canvas, FigureCanvasAgg)
+        grey = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("L")
         grey.save(folder / f"{name}.png", optimize=True, pnginfo=info)
 
 

@@ -25,7 +25,9 @@ def scaling_phases() -> Figure:
     figure, panels = new_figure(2, height=2.9, width=8.6)
     cases = ((cost_report.weak, 64, "8 groups a GPU, 64 GPUs"), (cost_report.strong, 512, "512 groups, 512 GPUs"))
     for axes, (make, gpus, title) in zip(panels, cases):
-        steps = [cost_job.step(make(model, gpus)) for model in MODELS]
+        found = [cost_job.step(make(model, gpus)) for model in MODELS]
+        steps = [step for step in found if step]
+        assert len(steps) == len(found), "a model that does not fit"
         bottom = np.zeros(len(MODELS))
         for name, grey, hatch in PARTS:
             shares = np.array([getattr(step, name) / step.seconds for step in steps])
