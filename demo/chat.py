@@ -112,7 +112,7 @@ class ModelGame:
         length = 2 * default_length(loaded.policy.name)
         knobs: dict[str, Any] = dict(max_completion_len=length, max_concurrent=1, engine="torch", device="cpu")
         settings = Config().with_values(knobs | {"temperature": TEMPERATURE, "seed": seed})
-        self.loaded, self.env, self.turns = loaded, env, []
+        self.loaded, self.env, self.turns = loaded, env, list[Turn]()
         with loaded.lock:
             self.engine = make_engine(settings, loaded.policy, loaded.chat, [env.scenario], training=False)
         self.player = Player(

@@ -142,9 +142,8 @@ def _scored(path: Path, changed: int) -> Scored:
         )
     except UsageError as error:
         raise Unreadable(str(error)) from error
-    limits = dict(max_tokens=settings.optim.microbatch_tokens, packing=trainer.packing)
-    found: dict[int, torch.Tensor] = {}
-    for batch in make_microbatches(episodes, [1.0] * len(episodes), **limits):
+    limit, found = settings.optim.microbatch_tokens, dict[int, torch.Tensor]()
+    for batch in make_microbatches(episodes, [1.0] * len(episodes), max_tokens=limit, packing=trainer.packing):
         batch = batch.to(policy.device)
         counts = [episodes[i].num_trained for i in batch.episodes]
         found.update(zip(batch.episodes, score(policy, batch, settings.rollout.temperature)[0].split(counts)))
@@ -156,14 +155,15 @@ def _scored(path: Path, changed: int) -> Scored:
     estimator = settings.loss.kl_estimator
     kl = [kl_divergence(p, r, estimator, torch.ones_like(p)) for p, r in zip(ours, theirs)]
     gap = [p - s for p, s in zip(ours, sampler)]
-    return Scored(*([t.tolist() for t in part] for part in (ours, theirs, kl, gap)), estimator, used)
+    lists = [[tensor.tolist() for tensor in part] for part in (ours, theirs, kl, gap)]
+    return Scored(lists[0], lists[1], lists[2], lists[3], estimator, used)
 
 
 def steps_to_repeat(run: Run, step: int) -> int:
     """How many steps lie between `step` and the weights before it that are on the disk."""
     from grpo import checkpoint
 
-    done = [checkpoint.number(folder) for folder in checkpoint.finished(run.folder)]
+    done = [checkpoint.number(folder) or 0 for folder in checkpoint.finished(run.folder)]
     return step - 1 - max((number for number in done if number < step), default=0)
 
 

@@ -142,7 +142,7 @@ def plan_table(plan: dict[str, object], shown: Shown, judged: bool = True) -> st
 def profile(shown: Shown) -> str:
     """What the user really wants: hidden from the agent, which learns a field from its question or the request."""
     scenario, record = shown.scenario, shown.record
-    by_question = {}
+    by_question: dict[str | None, int] = {}
     for number, question in enumerate(record.questions, 1):
         by_question.setdefault(question.field, number)
     in_request = FAMILIES[scenario.family].told_by(scenario.request)
