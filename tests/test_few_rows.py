@@ -35,7 +35,7 @@ def test_only_large_float32_layers_are_changed_and_only_within():
 
     layers["other"] = Subclass(1024, 513)
     before = {name: layer.forward for name, layer in layers.items()}
-    with few_rows.few_rows(list(layers.values())):
+    with few_rows.few_rows(few_rows.worth_it(layers.values())):
         changed = {name for name, layer in layers.items() if "forward" in vars(layer)}
         x = torch.randn(3, 1024)
         torch.testing.assert_close(layers["large"](x), F.linear(x, layers["large"].weight), rtol=0, atol=1e-4)
@@ -45,6 +45,6 @@ def test_only_large_float32_layers_are_changed_and_only_within():
 
 def test_put_back_after_an_error():
     layer = torch.nn.Linear(1024, 513)
-    with pytest.raises(KeyError), few_rows.few_rows([layer]):
+    with pytest.raises(KeyError), few_rows.few_rows(few_rows.worth_it([layer])):
         raise KeyError
     assert "forward" not in vars(layer)

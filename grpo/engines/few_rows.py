@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,9 @@ def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return out if bias is None else out + bias
 
 
-@contextlib.contextmanager
-def few_rows(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, the linear layers among `modules` that are worth it run through `linear`. Only without gradients."""
-    changed = [
+def worth_it(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Linear]:
+    """The linear layers for which `linear` is meant."""
+    return [
         module
         for module in modules
         if type(module) is torch.nn.Linear
@@ -59,10 +58,15 @@ def few_rows(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         and module.weight.dtype == torch.float32
         and module.weight.nbytes >= SMALLEST
     ]
-    for module in changed:
-        setattr(module, "forward", functools.partial(linear, module.weight, module.bias))  # noqa: B010 (mypy: a method)
+
+
+@contextlib.contextmanager
+def few_rows(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
+    """Within, these layers run through `linear`. Only without gradients."""
+    for layer in layers:
+        layer.forward = functools.partial(linear, layer.weight, layer.bias)
     try:
         yield
     finally:
-        for module in changed:
-            del module.forward
+        for layer in layers:
+            del layer.forward

@@ -39,6 +39,8 @@ class Grid:
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> Grid:
         n, width = len(counts), max(counts)
+        if width == 1:
+            return cls(torch.arange(n, device=device)[:, None], None)
         starts = torch.tensor([0, *counts]).cumsum(0)[:-1, None]  # [n, 1]
         column, count = torch.arange(width), torch.tensor(counts)[:, None]
         place = torch.where(column < count, starts + column, starts)
