@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo import tree_attention
+from grpo import distributed, tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
 from grpo.lean_modules import keep_less
@@ -129,7 +129,7 @@ def fingerprint(policy: Policy) -> str:
     state = policy.model.state_dict().items()
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
     for name, tensor in sorted(state.items()):
-        values = tensor.double()
+        values = distributed.full(tensor).double()
         digest.update(f"{name} {tuple(tensor.shape)} {values.sum():.12e} {values.square().sum():.12e}\n".encode())
     digest.update(repr(sorted(policy.tokenizer.get_vocab().items())).encode())
     digest.update(repr(policy.tokenizer.chat_template).encode())
@@ -140,7 +140,7 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = distributed.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: not available ({str(error).splitlines()[0]})") from error
