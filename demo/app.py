@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ def serve(root: Path, host: str, port: int, model: str) -> None:
     print(f"runs of {root} at http://{host}:{port}. Ctrl-C ends it.", flush=True)
     if host not in ("127.0.0.1", "::1", "localhost"):
         print("warning: anyone who reaches this address can look and play; there is no authentication", flush=True)
-    threading.Thread(target=live.warm_up, args=(model,), daemon=True).start()
     try:
         page.block_thread()
     finally:
@@ -61,7 +59,7 @@ def make_page(root: Path, model: str) -> gr.Blocks:
             with gr.Tab("Curves", id="curves") as curves_tab:
                 curve = _curves_tab(root)
             with gr.Tab("Live chat", id="live"):
-                live.tab(root, model)
+                models = live.tab(root, model)
 
         step, episode, talk, side, by, token_view, view, tokens_tab, talk_tab = episodes
         shown = [step, episode, talk, side]
@@ -125,12 +123,12 @@ def make_page(root: Path, model: str) -> gr.Blocks:
         for event in (chosen, moved, picked, looked):
             event.then(show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
         by.input(show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
+        loaded.then(live.warm_up, models, None, show_progress="hidden")
         # The other tabs are filled when somebody looks at them: they read more, and import torch.
         for event in (versus_tab.select, chosen.then):
             event(versus.open, run, versus.outputs, show_progress="minimal")
         for event in (curves_tab.select, chosen.then):
             event(curve.open, run, curve.outputs, show_progress="minimal")
-        del loaded
     return page
 
 
@@ -139,7 +137,7 @@ def _find(root: Path, name: str) -> Run:
     for run in find_runs(root):
         if run.name == name:
             return run
-    raise gr.Error(f"{name}: this run is gone; reload the page")
+    raise gr.Error(f"{views.esc(name)}: this run is gone; reload the page", print_exception=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- episodes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import gradio as gr
 from demo import chat, views
 from demo.runs import Unreadable, find_runs
 from env.families import FAMILIES
+from grpo.config import UsageError
 from scenarios.generator import DIFFICULTIES, HELD_OUT_SEEDS, generate
 
 ANY = "any"
@@ -21,8 +23,8 @@ HEIGHT = 520  # pixels of a conversation, so that the line to type in stays in s
 TASKS = [(name.replace("_", " "), name) for name in FAMILIES]
 
 
-def tab(root: Path, model: str) -> None:
-    """Build it, inside the page's tab."""
+def tab(root: Path, model: str) -> gr.Dropdown:
+    """Build it, inside the page's tab. Returns the choice of a model."""
     with gr.Row():
         who = gr.Radio(
             [("the agent: I ask and plan", "agent"), ("the user: a model asks me", "user")],
@@ -39,15 +41,20 @@ def tab(root: Path, model: str) -> None:
     who.input(
         lambda side: (gr.Column(visible=side == "agent"), gr.Column(visible=side == "user")), who, [as_agent, as_user]
     )
+    return models
+
+
+@cache
+def _played_once(model: str) -> None:
+    try:
+        chat.model_plays(chat.load(model), generate(HELD_OUT_SEEDS.stop))
+    except UsageError:
+        pass  # who plays with it is told
 
 
 def warm_up(model: str) -> None:
-    """Load what the first live turn needs, so that it comes at once. A model that cannot be loaded says so then."""
-    time.sleep(1.0)  # the page first
-    try:
-        chat.model_plays(chat.load(model), generate(HELD_OUT_SEEDS.stop))
-    except Exception:  # noqa: BLE001
-        pass
+    """Behind the first screen: load what a first live turn needs, so that it comes at once."""
+    threading.Thread(target=_played_once, args=(model,), daemon=True).start()
 
 
 def _models(root: Path, model: str) -> list[tuple[str, str]]:
@@ -59,15 +66,6 @@ def _models(root: Path, model: str) -> list[tuple[str, str]]:
     except Unreadable:
         pass
     return list(choices.items())
-
-
-def _load(model: str) -> chat.Loaded:
-    from grpo.config import UsageError
-
-    try:
-        return chat.load(model)
-    except UsageError as error:
-        raise gr.Error(views.esc(str(error))) from error
 
 
 # ---------------------------------------------------------------------------------------------- the person is the agent
@@ -117,7 +115,11 @@ def _agent(models: gr.Dropdown) -> None:
             return
         result = '<div class="title">You</div>' + views.scores(playing.shown()) + views.profile(playing.shown())
         yield *common, result, views.notice(f"{model} plays the same scenario ...", "wait")
-        played = chat.model_plays(_load(model), playing.env.scenario)
+        try:
+            played = chat.model_plays(chat.load(model), playing.env.scenario)
+        except UsageError as error:
+            yield *common, result, views.notice(str(error), "error")
+            return
         title = f'<div class="title">{views.esc(Path(model).parent.name or model)} on the same scenario</div>'
         yield *common, result, title + views.scores(played) + views.conversation(played)
 
@@ -149,8 +151,10 @@ def _agent(models: gr.Dropdown) -> None:
     for event in (ask.click, question.submit):
         event(on_ask, [game, question, models], outputs, show_progress="hidden")
     propose.click(on_propose, [game, models, *fields], outputs, show_progress="hidden")
+    page = gr.context.Context.root_block
+    assert page  # this is called inside it
     gr.on(
-        [gr.context.Context.root_block.load], start, [family, difficulty],
+        [page.load], start, [family, difficulty],
         [game, head, talk, asking, question, planning, *fields, result, rival], show_progress="hidden",
     )  # fmt: skip
 
@@ -192,13 +196,10 @@ def _user(models: gr.Dropdown) -> None:
         line = chat.said(text)
         if not line:
             return None, views.notice("Write a request first."), gr.Row(visible=False), ""
-        from grpo.config import UsageError
-
-        loaded = _load(model)
         try:
-            playing = chat.ModelGame(loaded, chat.PersonAsUser(family, line), seed=random.randrange(2**31))
+            playing = chat.ModelGame(chat.load(model), chat.PersonAsUser(family, line), seed=random.randrange(2**31))
         except UsageError as error:
-            raise gr.Error(views.esc(str(error))) from error
+            return None, views.notice(str(error), "error"), gr.Row(visible=False), ""
         playing.advance()
         return _user_view(playing)
 
@@ -206,6 +207,7 @@ def _user(models: gr.Dropdown) -> None:
         line = chat.said(text)
         if playing is None or playing.question is None or not line:
             return (gr.skip(),) * 4
+        assert isinstance(playing.env, chat.PersonAsUser)
         playing.env.said = line
         playing.advance()
         return _user_view(playing)

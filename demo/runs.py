@@ -23,8 +23,8 @@ from env.rubrics import Score, score
 from env.tools import InvalidTurn, ToolCall, parse_turn
 from scenarios.schema import Scenario
 
-MARKS = ("config.json", "log_history.json", "completions", "rollouts")
-"""A folder that holds one of these is a run."""
+MARKS = ("log_history.json", "completions", "rollouts", "eval_before.json")
+"""A folder that holds one of these is a run; `config.json` alone may be a model's."""
 
 STEP_FILE = re.compile(r"step[_-](\d+)\.jsonl?(?:\.gz)?")
 
@@ -102,7 +102,7 @@ class Run:
     def first_choice(self) -> int | None:
         """A step whose tokens can be scored at once: the first recorded one stands right behind a checkpoint."""
         both = [step for step in self.recorded if step in self.steps]
-        return (both or list(self.steps[-1:]) or [None])[0]
+        return next(iter(both or self.steps[-1:]), None)
 
 
 def find_runs(root: Path) -> list[Run]:

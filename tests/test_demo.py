@@ -178,10 +178,11 @@ def test_runs_are_found_newest_first(tmp_path):
     for age, name in enumerate(("new", "old")):
         write_step(tmp_path / name, GOOD)
         os.utime(tmp_path / name / "completions", (1e9 - age, 1e9 - age))
-    (tmp_path / "notes").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     assert [run.name for run in find_runs(tmp_path)] == ["new", "old"]
     assert [run.name for run in find_runs(tmp_path / "old")] == ["old"]
-    assert find_runs(tmp_path / "nothing") == find_runs(tmp_path / "notes") == []
+    assert find_runs(tmp_path / "nothing") == find_runs(tmp_path / "model") == []
     (tmp_path / "file").write_text("")
     with pytest.raises(Unreadable, match="is a file"):
         find_runs(tmp_path / "file")
