@@ -80,10 +80,13 @@ def write_model(folder: Path, shape: ModelShape, context: int) -> Path:
 class Side:
     """A trainer with its reference, its sampler and one way to lay out tokens."""
 
-    def __init__(self, folder: Path, device: str, packing: Packing, context: int, max_tokens: int):
+    def __init__(
+        self, folder: Path, device: str, packing: Packing, context: int, max_tokens: int, **settings: object
+    ):
         config = Config().with_values(
             dict(model=str(folder), device=device, dtype="float32", beta=0.2, microbatch_tokens=max_tokens,
                  warmup_steps=0, lr_schedule="constant", learning_rate=1e-5)
+            | settings
         )  # fmt: skip
         policy = load_policy(config.model)
         if packing.packed:
@@ -91,7 +94,7 @@ class Side:
             if reason:
                 raise RuntimeError(reason)
         self.packing, self.max_tokens = packing, max_tokens
-        reference = Reference(config.model, packing, context)
+        reference = Reference(config.model, packing, context, policy)
         self.engine = TorchEngine(policy.model, (), max_context=context, slots=64, device=device)
         no_chat = cast(ChatTokens, None)  # its episodes are ids from the start
         self.reference = reference

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
 import cases  # noqa: E402
+import lora_memory  # noqa: E402
 import memory  # noqa: E402
 import scaling  # noqa: E402
 import sides  # noqa: E402
@@ -223,3 +224,27 @@ def test_memory_refuses(capsys):
     with pytest.raises(SystemExit) as stopped:
         memory.main(["--steps", "3"])
     assert stopped.value.code == 2 and "--steps" in capsys.readouterr().err
+
+
+def test_lora_takes_less_memory_than_all_weights_and_a_copy():
+    pytest.importorskip("peft", reason="peft is not installed (the `lora` extra)")
+    # 7M parameters: 20 bytes each are 142 MB, with adapters little more than 4.
+    done = run("lora_memory.py", "--layers", 4, "--width", 384, "--rank", 4)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    first, lora = document["ways"][0], document["ways"][-1]
+    assert lora["settings"] == {"lora_rank": 4} and first["settings"] == {}
+    assert first["counted_bytes"] == 20 * first["parameters"] and first["trained"] == first["parameters"]
+    adapters = lora["parameters"] - first["parameters"]
+    assert lora["trained"] == adapters and lora["counted_bytes"] == 4 * first["parameters"] + 16 * adapters
+    for way in (first, lora):  # what is counted is there
+        assert way["peak_bytes"] - way["libraries_bytes"] > way["counted_bytes"]
+    saved = first["counted_bytes"] - lora["counted_bytes"]
+    assert first["peak_bytes"] - lora["peak_bytes"] > 0.6 * saved
+
+
+@pytest.mark.parametrize("flags", [["--width", "12"], ["--vocab", "100"], ["--layers", "0"]])
+def test_lora_memory_refuses(flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        lora_memory.main(flags)
+    assert stopped.value.code == 2 and flags[0] in capsys.readouterr().err
