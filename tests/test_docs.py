@@ -26,6 +26,7 @@ of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+TREES = ("What happens in a step", "Where things are")  # of the README
 # "[grpo/loss.py](../grpo/loss.py), `surrogate`": what the ```python blocks behind it quote
 SOURCE = re.compile(r"\]\(\.\./([\w/.]+\.py)\),\s+`(\w+)`")
 
@@ -256,3 +257,16 @@ def test_the_traffic_figure_has_the_formulas_of_the_text():
     resident = figures().kernel_figures.traffic_bytes(8192, 2048, 151936, 2, 2)
     values = (triton["logits"], resident["logits"], triton["W"], triton["dW"], triton["X, dX"])
     assert repr([f"{value / 1e9:.2f} GB" for value in values]) in code
+
+
+def test_the_readme_s_file_trees_name_what_there_is():
+    """A path or a module of grpo/ that is named exists, and no module of grpo/ is left out."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    step, tree = (re.search(rf"## {title}\n.*?```\n(.*?)```", text, re.S)[1] for title in TREES)
+    named = set(re.findall(r"(?<![\w/])[\w.]+(?:/[\w.]*)*\.(?:py|yaml|toml|md)", step + tree))
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "grpo" / name).exists()]
+    assert not missing and len(named) > 50
+    modules = {path.name for path in (ROOT / "grpo").glob("*.py")} - {"__init__.py"}
+    assert not modules - {name.removeprefix("grpo/") for name in named}
+    folders = {line.split("/")[0] for line in tree.splitlines() if re.match(r"\w+/ ", line)}
+    assert {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests"} <= folders | {"tests"}
