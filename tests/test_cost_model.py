@@ -345,6 +345,8 @@ def test_published_steps_are_compared_as_published():
                                      ("clarify-run1", False, 5, 7), ("clarify-run1", True, 2.5, 3.5)):  # fmt: skip
         published = 60 * cost_report.PUBLISHED_MINUTES[recipe] / cost_report.PUBLISHED_STEPS
         assert low < published / cost_report.anchor(recipe, whole).seconds < high
+    rows = [[cell.strip() for cell in row.split("|")] for row in cost_report.table_anchor().splitlines()[2:]]
+    assert [(row[1], row[-3]) for row in rows] == [("clarify-run4", "15.6")] * 2 + [("clarify-run1", "10.0")] * 2
     assert cost_report.anchor("clarify-run1").reference == 0 < cost_report.anchor("clarify-run4").reference
 
 
