@@ -253,6 +253,8 @@ def test_episodes_that_wait_for_a_slot_take_their_turn():
     counted = [
         cost_job.rollout_seconds(dataclasses.replace(each, machine=free)) / free.decode_seconds for each in (one, two)
     ]
+    quiet = dataclasses.replace(two, gpus=2, machine=dataclasses.replace(free, reduce_seconds=0.0))
+    assert cost_job.rollout_seconds(quiet, tp=2) == pytest.approx(80 * free.decode_seconds)  # twice of both
     assert counted == pytest.approx([40, 80]) and forwards[1] > 1.9 * forwards[0]
 
 
