@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,7 @@ def worth_it(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Linear]:
 @contextlib.contextmanager
 def few_rows(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """Within, these layers run through `linear`. Only without gradients."""
+    layer: Any  # its method is replaced, which a Linear's type does not foresee
     for layer in layers:
         layer.forward = functools.partial(linear, layer.weight, layer.bias)
     try:
