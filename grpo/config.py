@@ -67,6 +67,8 @@ class RolloutConfig:
     """Episodes the sampler holds in its cache at once."""
     max_context: int = 0
     """Tokens of an episode, prompt included. 0: the longest prompt and max_completion_len, as far as the model goes."""
+    tensor_parallel: int = 1
+    """vLLM over this many of torchrun's processes, each with a part of every layer; divides their number."""
     gpu_memory: float = 0.0
     """Share of the card that vLLM may use. 0: chosen from the card, the model and the recipe."""
     env_url: str = ""
@@ -121,8 +123,6 @@ class OptimConfig:
     """Unique tokens per microbatch (padded ones without packing); gradients do not depend on it."""
     packing: Literal["auto", "padded"] = "auto"
     """auto: unique tokens in one row (prompts once per group) where the model can, else padded rows."""
-    max_bad_steps: int = 3
-    """Stop after this many steps in a row with a loss or gradient that is not finite; each is dropped, and dumped."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def validate(config: Config) -> None:
                  "lora_rank"):  # fmt: skip
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
-                 "keep_checkpoints", "max_bad_steps"):  # fmt: skip
+                 "keep_checkpoints", "tensor_parallel"):  # fmt: skip
         require(knobs[name] >= 1, name, "at least 1")
     require(config.rollout.temperature > 0, "temperature", "above 0 (greedy rollouts have no spread to learn from)")
     require(config.eval.eval_limit <= HELD_OUT_SIZE, "eval_limit", f"at most {HELD_OUT_SIZE}, the held-out file's size")

@@ -28,6 +28,8 @@ from grpo.model import Policy
 from grpo.resume import say
 
 FOLDER = "dumps"
+MAX_BAD_STEPS = 3
+"""Dropped steps in a row that end the run."""
 
 
 class Guard:
@@ -63,11 +65,11 @@ class Guard:
             return None
         reason = f"loss {_finite(row['loss'])}, gradient norm {_finite(row['grad_norm'])}"
         say(f"step {row['step']}: update dropped ({reason}); {self._dump(row['step'], groups, reason, bad)}")
-        if bad < self.settings.optim.max_bad_steps:
+        if bad < MAX_BAD_STEPS:
             return None
         return RunStopped(
-            f"{bad} steps in a row had a loss or gradient that is not finite (--max-bad-steps); the weights are still "
-            f"good. See {self.folder / FOLDER}; python train.py --resume {self.folder} goes on behind them"
+            f"{bad} steps in a row had a loss or gradient that is not finite; the weights are still good. "
+            f"See {self.folder / FOLDER}; python train.py --resume {self.folder} goes on behind them"
         )
 
     def _dump(self, step: int, groups: Sequence[Group], reason: str, bad: int = 1) -> str:

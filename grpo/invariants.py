@@ -8,7 +8,7 @@ In the order of a step:
 | batches are made   | `audit_batches`: what is trained is what was sampled          | `BrokenInvariant`            |
 | an update is made  | `audit_update`: ratio 1 at the first inner iteration, KL >= 0 | `BrokenInvariant`            |
 |                    | `all_finite`: loss and gradient norm                          | the update is dropped        |
-| a step is logged   | `bad_steps`: updates dropped in a row                         | at `--max-bad-steps`: stop   |
+| a step is logged   | `bad_steps`: updates dropped in a row                         | at MAX_BAD_STEPS: stop       |
 |                    | `alarms`: no signal, constant reward, sampler gap             | one line, once per streak    |
 
 A broken invariant is a fault of the program, not of the run: what was learnt from here on would be wrong, so it stops

@@ -180,6 +180,7 @@ def any_received(signals: Signals) -> bool:
 def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Trainer, str]:
     """Policy, sampler (`engine`, or the one that is asked for), reference and optimiser of a run, and what to call the
     kernels. Raises UsageError."""
+    check_processes(settings.rollout)
     env_factory = environment(settings.rollout.env_url, sessions_needed(settings))
     policy = load_policy(settings.model)
     kernels = describe(policy, settings.loss)  # now, as it refuses what cannot run here
@@ -190,6 +191,19 @@ def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Traine
     for sharded in {id(each.model): each for each in (policy, reference and reference.policy) if each}.values():
         distributed.shard(sharded.model, sharded.device)
     return Trainer(settings, policy, engine, chat, reference, packing, env_factory), kernels
+
+
+def check_processes(rollout: config.RolloutConfig) -> None:
+    """Raises UsageError where an engine cannot be spread over these processes as `--tensor-parallel` says."""
+    width, there = rollout.tensor_parallel, distributed.size()
+    if width == 1:
+        return
+    if there % width:
+        raise UsageError(f"--tensor-parallel {width}: must divide the number of processes, which is {there} (torchrun)")
+    if rollout.engine != "vllm":
+        raise UsageError(f"--tensor-parallel {width}: is vLLM's; needs --engine vllm")
+    if rollout.env_url:  # its replies reach the processes of one engine in different orders
+        raise UsageError(f"--tensor-parallel {width}: plays in this process only; leave out --env-url")
 
 
 def describe_machine(policy: Policy) -> dict[str, Any]:
@@ -261,7 +275,9 @@ def make_engine(
         from grpo.engines.vllm_engine import VllmEngine
 
         plan = make_plan(settings, policy, context, longest, training)
-        return VllmEngine(policy, chat.eos_ids, plan, canary=prompts[0], **options)
+        return VllmEngine(
+            policy, chat.eos_ids, plan, canary=prompts[0], tensor_parallel=rollout.tensor_parallel, **options
+        )
     return TorchEngine(
         policy.model, chat.eos_ids, max_context=context, device=policy.device, dtype=policy.dtype, **options
     )

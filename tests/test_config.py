@@ -151,7 +151,7 @@ def test_what_a_wrong_flag_may_have_been(args, line):
         (["--loss-type", "cispo", "--epsilon", "0.2"], "--epsilon 0.2"),
         (["--loss-type=sapo", "--epsilon=0.1"], "--epsilon 0.1"),
         (["--loss-type", "sapo", "--epsilon_high", "0.3"], "--epsilon-high 0.3"),
-        (["--max-bad-steps", "0"], "--max-bad-steps 0"),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0"),
         (["--report-to", "mlflow"], "--report-to"),
         (["--report-to"], "--report-to"),
         (["--report-to", "none", "wandb"], "--report-to none wandb"),

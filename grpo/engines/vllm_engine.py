@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from grpo import distributed
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.vllm_memory import MemoryPlan
@@ -68,6 +69,7 @@ class VllmEngine:
         seed: run seed.
         sampling: temperature and top-p unless `start` says otherwise.
         canary: ids of a text on which both sides must agree; the first 128 are used. Default: arbitrary ids.
+        tensor_parallel: how many of torchrun's processes form one engine, which plays the same in each of them.
 
     Raises:
         UsageError: a vLLM of another version or for another device, or one that cannot run this model here.
@@ -82,7 +84,9 @@ class VllmEngine:
         seed: int = 0,
         sampling: SamplingConfig | None = None,
         canary: Sequence[int] = (),
+        tensor_parallel: int = 1,
     ):
+        self.tensor_parallel = tensor_parallel
         _check_installation(policy)
         self.policy, self.eos_ids, self.plan, self.max_context = policy, frozenset(eos_ids), plan, plan.max_context
         self.seed, self.default_sampling = seed, sampling or SamplingConfig()
@@ -119,6 +123,8 @@ class VllmEngine:
             # On a CPU the first generation would spend seconds on compiling.
             enforce_eager=on_cpu,
         )
+        if distributed.size() > 1:  # the workers are torchrun's processes, and no others are started
+            options |= dict(distributed_executor_backend="external_launcher", tensor_parallel_size=self.tensor_parallel)
         if on_cpu:
             return options | dict(kv_cache_memory_bytes=self.plan.kv_cache_bytes, block_size=CPU_BLOCK)
         return options | dict(gpu_memory_utilization=self.plan.gpu_memory)
@@ -165,7 +171,8 @@ class VllmEngine:
             self._asleep = False
         if self._stale:
             ids, logprobs = self._canary_logprobs()
-            self.llm.apply_model(lambda model: check_canary(self.policy, ids, logprobs, model))
+            parts = self.tensor_parallel > 1  # of every tensor: log-probs alone are compared then
+            self.llm.apply_model(lambda model: check_canary(self.policy, ids, logprobs, None if parts else model))
             self._stale = False
 
     def forget_prefixes(self) -> None:
@@ -295,7 +302,7 @@ def _check_installation(policy: Policy) -> None:
         raise UsageError(
             f"--engine vllm: this vLLM computes on {current_platform.device_type}, the policy is on {device}; {INSTALL}"
         )
-    if device.index not in (None, 0):
+    if device.index not in (None, 0) and distributed.size() == 1:
         raise UsageError(
             f"--engine vllm: vLLM uses the first visible GPU; instead of --device {device} "
             f"set CUDA_VISIBLE_DEVICES={device.index}"
