@@ -17,6 +17,7 @@ from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import counted, episode_progress, print_comparison, print_report, run_entry, user_input
 from grpo.environment import environment
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
+from grpo.hints import did_you_mean
 from grpo.sampling import SamplingConfig
 from scenarios.generator import HELD_OUT_FILE, held_out
 from scenarios.schema import Scenario, load_scenarios
@@ -114,6 +115,9 @@ def check(args: Arguments) -> None:
     if args.vllm_url is not None:
         check_served(args)
     check_endpoint(args)
+    known = args.api_base or args.vllm_url or "/" in args.model or args.model in (*POLICIES, "tiny")
+    if not known and not Path(args.model).exists() and (hint := did_you_mean(args.model, [*POLICIES, "tiny"])):
+        raise UsageError(f"--model {args.model}: no such model or scripted policy{hint}")
     if args.env_url is not None and args.compare is not None:
         raise UsageError("--env-url: nothing is evaluated with --compare; leave it out")
     if args.compare is not None:

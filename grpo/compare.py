@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, StrictStr, ValidationError, create_model
 
 from env.families import FAMILIES
+from grpo import hints
 from grpo.config import UsageError
 from grpo.evaluate import bootstrap_interval, bootstrap_means, wilson_interval
 from grpo.metrics import mean
@@ -70,7 +71,7 @@ def load_report(path: str | Path) -> dict[str, Any]:
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--compare {path}: {error.strerror}") from error
+        raise UsageError(f"--compare {path}: {error.strerror}{hints.evaluation(Path(path))}") from error
     except ValueError as error:
         raise UsageError(f"--compare {path}: not JSON ({error})") from error
     except RecursionError:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo import distributed, tree_attention
+from grpo import distributed, hints, tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
 from grpo.lean_modules import keep_less
@@ -153,13 +153,17 @@ def source_of(name: str) -> str:
         return str(TINY_FOLDER)
     path = Path(name)
     if path.is_dir():
+        if hints.is_run(path):
+            raise UsageError(f"--model {name}: is a run, not a model{hints.model(name)}")
         if not (path / "config.json").is_file():
-            raise UsageError(f"--model {name}: no config.json in this folder; give a Hugging Face model folder")
+            what = "no config.json in this folder; give a Hugging Face model folder"
+            raise UsageError(f"--model {name}: {what}{hints.model(name)}")
         return name
     if path.exists():
-        raise UsageError(f"--model {name}: is a file; give a Hugging Face model folder")
+        raise UsageError(f"--model {name}: is a file; give a Hugging Face model folder{hints.model(name)}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or path.parent.is_dir():
-        raise UsageError(f"--model {name}: no such folder; give `tiny`, a model folder or a hub id (owner/name)")
+        what = "no such folder; give `tiny`, a model folder or a hub id (owner/name)"
+        raise UsageError(f"--model {name}: {what}{hints.model(name)}")
     return name
 
 

@@ -22,7 +22,7 @@ import torch
 import tyro
 from safetensors import SafetensorError
 
-from grpo import checkpoint, rollout_record, run_folder
+from grpo import checkpoint, hints, rollout_record, run_folder
 from grpo.config import Config, UsageError, tyro_cli, validate
 from grpo.console import run_entry
 from grpo.engines import Engine
@@ -145,7 +145,7 @@ def prepare(file: Path, device: str = "cpu", weights: str = "") -> tuple[int, Ro
     except DamagedRecord as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from error
+        raise UsageError(f"{file}: {error.strerror}{hints.record(file)}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
     lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]

@@ -28,6 +28,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from grpo import hints
 from grpo.config import Config, RunStopped, UsageError, validate
 from grpo.files import ASIDE, write_atomic
 from grpo.metrics import dumps
@@ -62,8 +63,12 @@ def _choose(config: Config) -> Path:
         tries = [name] + [f"{name}-{i}" for i in range(2, 10_000)]
         folder = next(Path("runs") / tried for tried in tries if not (Path("runs") / tried).exists())
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"--output-dir {folder}: cannot write in {existing}")
+    probe = existing / f".{secrets.token_hex(8)}{ASIDE}"
+    try:  # permissions alone do not tell: not everything that looks like a folder takes one
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise UsageError(f"--output-dir {folder}: cannot write in {existing} ({error.strerror})") from error
     return folder
 
 
@@ -168,6 +173,8 @@ def changed_machine(folder: Path, machine: dict[str, Any]) -> list[str]:
 def stored(folder: Path) -> dict[str, Any]:
     """`config.json` of a run. Raises UsageError where `folder` holds none, or a damaged one."""
     path = folder / "config.json"
+    if not hints.is_run(folder) and (hint := hints.run(folder)):
+        raise UsageError(f"--resume {folder}: is not the folder of a run{hint}")
     if not path.is_file():
         raise UsageError(f"--resume {folder}: holds no run (no config.json)")
     try:
