@@ -227,7 +227,13 @@ def _repeat_steps(trainer: Trainer, run: Path, record: RolloutRecord) -> str:
             trainer.moved = True
             return f"those of {origin}, not of step {step - 1}: {recorder.path(earlier)} is missing"
         print(f"step {earlier}: loss {trainer.step(earlier - 1, groups).losses['loss']:.9g}", flush=True)
-    return f"those of {origin}" + (f" and steps {done + 1} to {step - 1}" if done + 1 < step else "")
+    return f"those of {origin}{_and_steps(done + 1, step - 1)}"
+
+
+def _and_steps(first: int, last: int) -> str:
+    if last < first:
+        return ""
+    return f" and step {first}" if first == last else f" and steps {first} to {last}"
 
 
 def show(replayed: Replayed) -> None:
@@ -236,11 +242,12 @@ def show(replayed: Replayed) -> None:
     if replayed.broken:
         print(f"broken invariant: {replayed.broken}")
     logged = replayed.logged or {}
-    print(f"{'':28}{'replayed':>16}{'logged':>16}")
+    width = max(map(len, replayed.losses), default=0)  # names may be long; the table fits into 80 columns
+    print(f"{'':{width}}  {'replayed':>16}  {'logged':>16}")
     for name, value in replayed.losses.items():
         there = logged.get(name)
         text = ("null" if name in logged else "") if there is None else f"{there:.9g}"
-        print(f"{name:28}{value:>16.9g}{text:>16}")
+        print(f"{name:{width}}  {value:>16.9g}  {text:>16}")
     for what, names in replayed.not_finite.items():
         rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
         print(f"not finite: {what}: {', '.join(names[:8])}{rest}")

@@ -362,12 +362,13 @@ def header(
     loss = settings.loss
     estimator = "k1" if loss.kl_in == "reward" else loss.kl_estimator
     anchor = f"beta {loss.beta:g}, {estimator} in the {loss.kl_in}, frozen {policy.name}"
+    threads = console.counted(torch.get_num_threads(), "thread")
     rank = settings.model.lora_rank
     lora = f", {policy.num_trained / 1e6:.2f}M of them trained (LoRA, rank {rank})" if rank else ""
     rows = {
         "recipe": settings.run.recipe,
         "model": f"{policy.name}: {policy.num_parameters / 1e6:.2f}M parameters" + lora,
-        "device": f"{policy.device}, {torch.get_num_threads()} threads, {str(policy.dtype).removeprefix('torch.')}",
+        "device": f"{policy.device}, {threads}, {str(policy.dtype).removeprefix('torch.')}",
         "engine": engine,
         "loss": f"{loss.loss_type} by {kernels}",
         "reference": anchor if reference else "none (beta 0)",

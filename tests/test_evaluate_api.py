@@ -227,7 +227,11 @@ def test_ctrl_c_says_what_is_kept(evaluate, tmp_path):
         return native(body)
 
     server = StandIn(complete, path=PATH)
-    code, _, _, err, _ = evaluate(None, "--concurrency", 1, server=server)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
+    try:
+        code, _, _, err, _ = evaluate(None, "--concurrency", 1, server=server)
+    finally:
+        signal.signal(signal.SIGINT, before)
     where = f"kept: 3 episodes in {partial(tmp_path)}: the same command goes on from there"
     assert code == 130 and err == f"{where}\ninterrupted\n"
 
