@@ -16,6 +16,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 
 from grpo import distributed
 from grpo.config import UsageError
+from grpo.optimizer import quiet_bitsandbytes
 
 INSTALL = 'pip install -e ".[lora]"'
 ALPHA_PER_RANK = 2  # what an adapter adds is scaled by alpha / rank
@@ -29,6 +30,7 @@ def add_adapters(model: torch.nn.Module, rank: int) -> None:
     Raises:
         UsageError: peft is not installed, or the model has no layer that it can adapt.
     """
+    quiet_bitsandbytes()  # which peft imports where it is installed
     try:
         import peft
     except ImportError:

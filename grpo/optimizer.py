@@ -11,6 +11,7 @@ where torchao's calls a C++ compiler at its first step and takes it as a tensor.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,11 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, learning
     return _adamw8bit()(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0)
 
 
+def quiet_bitsandbytes() -> None:
+    """Before it is imported: on a CPU it warns of a missing kernel for 4-bit weights, which are not used here."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def plain_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """One parameter's state in bitsandbytes' form as tensors by name, no two of them in the same memory."""
     flat = {**state, **state.get(NESTED, {})}
@@ -57,10 +63,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _adamw8bit() -> Callable[..., torch.optim.Optimizer]:
     """bitsandbytes' AdamW with a state that a checkpoint can hold: tensors by name, as PyTorch's has it."""
-    import logging
-
-    # On a CPU it warns of a kernel for 4-bit weights, which are not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    quiet_bitsandbytes()
     try:
         import bitsandbytes
     except ImportError as error:
