@@ -19,6 +19,7 @@ included; an error anywhere is told once and ends all of them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -80,6 +81,9 @@ def session() -> Iterator[None]:
         return
     store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # The group outlives the run, as vLLM has groups inside it until Python ends. Whoever registers first is last then.
+    finished: list[bool] = []
+    atexit.register(lambda: dist.destroy_process_group() if finished and dist.is_initialized() else None)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         with open(os.devnull, "w") as nowhere:
@@ -91,7 +95,7 @@ def session() -> Iterator[None]:
         if _connection_lost(error):
             raise RunStopped(f"process {number} of {count}: another one has died (connection lost)") from None
         raise
-    dist.destroy_process_group()
+    finished.append(True)
 
 
 def _first_to_tell(store: Any, number: int) -> bool:

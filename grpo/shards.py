@@ -92,5 +92,5 @@ def _one_error() -> Iterator[None]:
             yield
     except CheckpointException as error:
         number, (cause, _) = min(error.failures.items())
-        text = f"process {number + 1} of {distributed.size()}: {cause}"
+        text = f"process {number} of {distributed.size()}: {cause}"
         raise OSError(getattr(cause, "errno", None) or errno.EIO, text) from error
