@@ -388,6 +388,7 @@ def test_a_failed_run_is_missing_in_the_report_and_named(finished, monkeypatch, 
 def test_one_seed_is_not_enough_for_a_verdict(finished, nothing_starts):
     assert reproduce(finished, "--seeds", "1")[0] == 0
     text = (finished / "results" / "report.md").read_text()
+    assert "beta 0 and 0.2, seed 1, base `tiny`;" in text
     assert "One seed shows what one run does" in text and "**better**" not in text and " ± " not in text.split("##")[3]
 
 

@@ -98,7 +98,8 @@ def _head(numbers: Mapping[str, Any]) -> str:
         "# What the KL anchor does: the ablation, with its verdict",
         "",
         f"{count} of {settings['num_steps']} steps (recipe `{settings['recipe']}`), beta "
-        f"{_listed(f'{beta:g}' for beta in numbers['betas'])}, seeds {_listed(numbers['seeds'])}, base "
+        f"{_listed(f'{beta:g}' for beta in numbers['betas'])}, seed{'s' * (len(numbers['seeds']) > 1)} "
+        f"{_listed(numbers['seeds'])}, base "
         f"{_listed(f'`{model}`' for model in numbers['models'])}; every final model and the base on the same "
         f"{numbers['eval_limit']} held-out scenarios. All numbers are in [report.json](report.json); this page is made "
         "from them by",
