@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from demo import curves, live, tokens, views
+from demo.loading import import_trainer
 from demo.runs import Run, Shown, Unreadable, evaluation, find_runs, most_telling, step_episodes
 
 HERE = Path(__file__).parent
@@ -267,6 +268,7 @@ def _versus_label(before: Shown, after: Shown | None) -> str:
 
 
 def _versus_summary(run: Run) -> str:
+    import_trainer()
     from grpo.compare import compare, load_report
     from grpo.config import UsageError
 

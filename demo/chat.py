@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from demo.loading import LOADING
+from demo.loading import LOADING, import_trainer
 from demo.runs import Shown, Turn, turn_between
 from env.clarify import ClarifyEnv, EpisodeRecord
 from env.families import FAMILIES
@@ -80,6 +80,7 @@ class Loaded:
 
 def load(model: str) -> Loaded:
     """`tiny`, a folder, or a hub id, on the CPU; the last two stay in memory. Raises UsageError."""
+    import_trainer()
     with LOADING:
         return _load(model)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from demo.loading import import_trainer
 from demo.runs import Run, Unreadable
 
 FIRST = ("reward", "kl", "entropy", "completion_rate")
@@ -16,6 +17,7 @@ BINS = 60  # points of a curve: longer runs are averaged, or noise is all that o
 
 def logs(runs: Sequence[Run]) -> dict[str, list[dict]]:
     """Each run's `log_history.json` by name. Raises Unreadable."""
+    import_trainer()
     from grpo.config import UsageError
     from grpo.metrics import read_log
 

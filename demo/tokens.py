@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demo.loading import LOADING
+from demo.loading import LOADING, import_trainer
 from demo.runs import Run, Unreadable
 from demo.views import esc
 
@@ -105,6 +105,7 @@ def recorded(run: Run, step: int) -> Recorded:
         kept = f"here: steps {run.recorded[0]} to {run.recorded[-1]}" if run.recorded else "here: none"
         what = f"The tokens of step {step} were not kept"
         raise Unreadable(f"{what}. A run keeps those since its oldest checkpoint; {kept}.")
+    import_trainer()
     try:
         return _recorded(path, path.stat().st_mtime_ns)
     except OSError as error:
@@ -114,6 +115,7 @@ def recorded(run: Run, step: int) -> Recorded:
 def scored(run: Run, step: int) -> Scored:
     """KL and gap of every trained token of a step; computed once. Raises Unreadable."""
     path = run.rollouts(step)
+    import_trainer()
     try:
         with LOADING:
             return _scored(path, path.stat().st_mtime_ns)
@@ -161,6 +163,7 @@ def _scored(path: Path, changed: int) -> Scored:
 
 def steps_to_repeat(run: Run, step: int) -> int:
     """How many steps lie between `step` and the weights before it that are on the disk."""
+    import_trainer()
     from grpo import checkpoint
 
     done = [checkpoint.number(folder) or 0 for folder in checkpoint.finished(run.folder)]
@@ -176,6 +179,7 @@ def is_small(run: Run) -> bool:
 @lru_cache(maxsize=4)
 def decoder(run: Path, model: str) -> Callable[[int], str]:
     """The text of single ids, by the tokenizer of the run's model. Raises Unreadable."""
+    import_trainer()
     from grpo.config import UsageError
     from grpo.model import load_tokenizer
 

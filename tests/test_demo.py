@@ -350,6 +350,28 @@ def test_colours():
     assert tokens.largest([1.0, -3.0, math.nan, math.inf]) == 3.0 and tokens.largest([]) == 0.0
 
 
+def test_a_server_s_threads_may_all_be_the_first(finished):
+    """Imports and models, from a fresh process: transformers stands neither two imports nor two loads at once."""
+    code = f"""
+import threading, sys
+from pathlib import Path
+from demo import chat, tokens
+from demo.runs import open_run
+run, done, start = open_run(Path({str(finished.folder)!r})), [], threading.Barrier(4)
+def work(what):
+    start.wait()
+    what()
+    done.append(what)
+for what in (lambda: tokens.recorded(run, 3), lambda: chat.load("tiny"), lambda: tokens.scored(run, 3),
+             lambda: tokens.decoder(run.folder, "tiny")):
+    threading.Thread(target=work, args=(what,)).start()
+for thread in threading.enumerate()[1:]:
+    thread.join()
+sys.exit(len(done) != 4)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 # ---------------------------------------------------------------------------------------------------------- live games
 
 

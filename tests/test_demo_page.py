@@ -330,6 +330,9 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path, browser):
 def test_everything_fits_and_can_be_read(site, browser, width, scheme):
     with opened(browser, site, width, scheme) as page:
         check_readable(page)
+        # Side by side where there is room, else one below the other.
+        talk, side = (page.locator(box).bounding_box() for box in ("#talk", "#side"))
+        assert min(talk["width"], side["width"]) > 300 and (side["y"] > talk["y"] + talk["height"] / 2) == (width < 700)
         tab(page, "Tokens")
         page.wait_for_selector("#tokens .tok.trained")
         check_readable(page)
