@@ -194,7 +194,7 @@ def check_writable(flag: str, path: Path, overwrite: bool) -> None:
         if path.exists() and not overwrite:
             raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
         if not path.absolute().parent.is_dir():
-            raise UsageError(f"--{flag} {path}: its folder does not exist")
+            raise UsageError(f"--{flag} {path}: its folder does not exist: mkdir -p {path.parent}")
         probe = path.with_name(f".{path.name}.tmp")  # the name that an atomic write needs
         probe.touch()
         probe.unlink()

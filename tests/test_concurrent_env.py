@@ -28,6 +28,7 @@ from grpo.rollout import rollout
 from grpo.trainer import Trainer
 from scenarios.generator import generate
 from tests import toy
+from tests.fuzz_episodes import check_tokens
 from tests.test_trainer import make
 
 SESSIONS = 64
@@ -258,9 +259,10 @@ def test_an_odd_reply_costs_nothing_else(name, good, tmp_path):
     for g, m in ((0, 0), (1, 0), (1, 1)):
         assert groups[g].episodes[m] == good[g].episodes[m]
     tokenizer = toy.make_tokenizer()
-    between = odd.completion_ids[odd.turns[0].stop : odd.turns[1].start] if len(odd.turns) > 1 else ()
+    check_tokens(odd, ChatTokens(tokenizer))
+    between = [token for token, sampled in zip(odd.completion_ids, odd.loss_mask) if not sampled]
     # The reply opened and closed no turn: one header of the user, one of the assistant, as in any other.
-    assert between.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == (2 if between else 0)
+    assert between.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == (2 if len(odd.turns) > 1 else 0)
     check_log(groups, tmp_path, lost=0)
 
 

@@ -110,6 +110,18 @@ def test_a_run_is_evaluated_with_its_own_episode_length(tmp_path):
     assert eval_script.default_length("tiny") == 320 and eval_script.default_length("Qwen/Qwen3-0.6B") == 768
 
 
+def test_the_report_is_written_before_it_is_printed(run_eval, tmp_path, monkeypatch):
+    """Standard output may be closed by then."""
+
+    def closed(report):
+        raise RuntimeError
+
+    monkeypatch.setattr(eval_script, "print_report", closed)
+    with pytest.raises(RuntimeError):
+        run_eval("--model", "guess", "--limit", 5, "--output", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["n"] == 5
+
+
 def test_an_existing_output_is_kept_unless_asked(run_eval, tmp_path):
     output = tmp_path / "out.json"
     output.write_text("precious")
@@ -179,6 +191,16 @@ def test_every_flag_has_a_line_of_help():
     for name in eval_script.Arguments.__dataclass_fields__:
         at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}: "))
         assert lines[at + 1].strip().startswith('"""'), name
+
+
+def test_examples_of_the_readme_leave_nothing_untracked():
+    """Reports go to an ignored folder, and so does the plot of a comparison, which lies beside the last of them."""
+    commands = [line.split("#")[0].split() for line in (ROOT / "README.md").read_text().splitlines()
+                if line.startswith("python eval.py")]  # fmt: skip
+    written = [words[words.index("--output") + 1] for words in commands if "--output" in words]
+    written += [words[-1] for words in commands if "--compare" in words]
+    assert len(written) >= 3 and "runs/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert all(path.startswith("runs/") for path in written)
 
 
 def test_it_runs_as_a_script():
