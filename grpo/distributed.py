@@ -259,6 +259,11 @@ def play_all(
     return [parts[i % count][i // count] for i in range(len(scenarios))]
 
 
+def share(number: int, tensor_parallel: int = 1) -> int:
+    """The most of `number` scenarios that one engine plays."""
+    return -(-number * tensor_parallel // size())
+
+
 def owned(groups: Sequence[Group], weights: Sequence[float]) -> list[bool]:
     """Which of the step's episodes [E] this process trains on: whole groups; all where there is one process.
 
@@ -300,6 +305,11 @@ def shard(model: Any, where: torch.device) -> None:
     register_fsdp_forward_method(model, "within_forward")
     model.within_forward(lambda: None)  # FSDP takes the first that runs for the root,
     model.reshard()  # which keeps its weights whole behind a forward
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def within_forward(model: Any, function: Callable[[], T]) -> T:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from env.clarify import EpisodeRecord, StopReason
 from env.prompts import first_messages
 from grpo import advantages as adv
+from grpo import distributed
 from grpo.batching import make_microbatches
 from grpo.config import UsageError
 from grpo.data_types import Episode, Turn
@@ -37,7 +39,8 @@ def rehearse(trainer: Trainer, scenarios: Sequence[Scenario]) -> str:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        episodes = longest_episodes(trainer, scenarios)
+        with distributed.awake(trainer.engine, trainer.policy.model):
+            episodes = longest_episodes(trainer, scenarios)
         trainer.engine.sleep()
         heaviest_update(trainer, episodes)
     except torch.OutOfMemoryError as error:
@@ -63,7 +66,7 @@ def longest_episodes(trainer: Trainer, scenarios: Sequence[Scenario]) -> list[Ep
     prompts = [(trainer.chat.first_prompt(first_messages(scenario)), scenario) for scenario in scenarios]
     prompts.sort(key=lambda pair: -len(pair[0]))
     requests = {}
-    for index in range(config.prompts_per_step):
+    for index in range(distributed.share(config.prompts_per_step, config.tensor_parallel)):
         prompt, scenario = prompts[index % len(prompts)]
         room = min(config.max_completion_len, engine.max_context - len(prompt))
         for member in range(config.num_generations):
@@ -108,13 +111,16 @@ def heaviest_update(trainer: Trainer, episodes: Sequence[Episode]) -> None:
     if trainer.reference is not None:
         references = trainer.reference.logprobs(episodes, config.rollout.temperature, config.optim.microbatch_tokens)
     moments = [
-        p.new_empty(p.numel() * MOMENT_BYTES[config.optim.optimizer], dtype=torch.uint8)
+        torch.empty(
+            distributed.part(p).numel() * MOMENT_BYTES[config.optim.optimizer], dtype=torch.uint8, device=p.device
+        )
         for p in policy.model.parameters()
         if p.requires_grad and p not in trainer.optimizer.state
     ]
     for batch in batches:
         batch = batch.to(policy.device)
-        loss, _, _ = policy_loss(
+        objective = partial(
+            policy_loss,
             policy,
             batch,
             advantages=torch.ones_like(batch.token_weights),
@@ -122,5 +128,6 @@ def heaviest_update(trainer: Trainer, episodes: Sequence[Episode]) -> None:
             ref_logprobs=None if references is None else torch.cat([references[i] for i in batch.episodes]),
             temperature=config.rollout.temperature,
         )
+        loss, _, _ = distributed.within_forward(policy.model, objective)
         loss.backward()
     del moments

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from grpo import distributed
 from grpo.config import Config, UsageError
 from grpo.model import Policy
 from grpo.optimizer import MOMENT_BYTES
@@ -93,10 +94,11 @@ def make_plan(
     """The plan of a run, or of an evaluation, with the memory of the card that its policy is on."""
     rollout, config = settings.rollout, policy.model.config.get_text_config()
     size = ModelSize.of(config, policy.num_parameters)
-    episodes = min(rollout.max_concurrent, rollout.prompts_per_step * rollout.num_generations)
+    groups = distributed.share(rollout.prompts_per_step, rollout.tensor_parallel)  # of one engine
+    episodes = min(rollout.max_concurrent, groups * rollout.num_generations)
     if policy.device.type == "cpu":
         return cpu_plan(size, policy.dtype, max_context, episodes)
-    unique = rollout.prompts_per_step * longest_prompt + episodes * rollout.max_completion_len
+    unique = groups * longest_prompt + episodes * rollout.max_completion_len
     adapters = settings.model.lora_rank > 0
     return gpu_plan(
         torch.cuda.get_device_properties(policy.device).total_memory,
@@ -111,6 +113,8 @@ def make_plan(
         reference=settings.loss.beta > 0 and not adapters,
         checkpointing=settings.model.gradient_checkpointing,
         gpu_memory=rollout.gpu_memory,
+        processes=distributed.size(),
+        tensor_parallel=rollout.tensor_parallel,
     )
 
 
@@ -134,6 +138,8 @@ def gpu_plan(
     moments: int = 8,
     checkpointing: bool = False,
     gpu_memory: float = 0.0,
+    processes: int = 1,
+    tensor_parallel: int = 1,
 ) -> MemoryPlan:
     """vLLM's share of a card, its sleep level, and the context it can have.
 
@@ -147,15 +153,19 @@ def gpu_plan(
         moments: bytes of the optimiser's moments for each of those.
         reference: is a second, frozen model on the card?
         gpu_memory: vLLM's share where the user has chosen it, else 0.
+        processes: over which all that the trainer keeps is sharded; whole weights come and go.
+        tensor_parallel: cards over which one vLLM is spread.
 
     Raises:
         UsageError: trainer and sampler cannot fit, whatever the split.
     """
     trainer = (8 if reference else 4) * size.parameters + (4 + moments) * trained
+    if processes > 1:
+        trainer = trainer // processes + 4 * size.parameters
     update = update_tokens * size.activation_bytes_per_token(checkpointing) if trained else 0
     usable = USABLE * card_bytes
-    token = size.kv_bytes_per_token(dtype)
-    fixed = size.parameters * dtype.itemsize + WORKING_BYTES
+    token = -(-size.kv_bytes_per_token(dtype) // tensor_parallel)
+    fixed = size.parameters * dtype.itemsize // tensor_parallel + WORKING_BYTES
     room = usable - trainer  # for vLLM, during rollouts
     share = min(fixed + episodes * max_context * token, room)
     if gpu_memory:
