@@ -1,8 +1,11 @@
 """The demo without its page: reading runs, episodes as HTML, token numbers, live episodes, the command line."""
 
+import dataclasses
 import json
 import math
+import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from env.families import FAMILIES
 from env.policies import ScriptedPolicy, play
 from env.rubrics import reward
 from env.tools import format_call
+from grpo import rollout_record
 from grpo.console import run_entry
 from grpo.metrics import conversation, read_log
 from scenarios.generator import generate, held_out
@@ -173,8 +177,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 def test_runs_are_found_newest_first(tmp_path):
-    import os
-
     for age, name in enumerate(("new", "old")):
         write_step(tmp_path / name, GOOD)
         os.utime(tmp_path / name / "completions", (1e9 - age, 1e9 - age))
@@ -315,6 +317,22 @@ def test_numbers_are_those_of_the_log(finished, scored):
     for i, episode in enumerate(record.episodes):
         sampled = [value for value, mask in zip(episode.sampler_logprobs, episode.loss_mask) if mask]
         assert scored.policy[i] == pytest.approx([s + g for s, g in zip(sampled, scored.gap[i])], abs=1e-5)
+
+
+def test_the_gap_is_trainer_minus_sampler(finished, tmp_path):
+    """On a record whose sampler was surer of every token by half a nat."""
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    path = open_run(folder).rollouts(3)
+    record = rollout_record.load(path)
+
+    def surer(episode):
+        values = tuple(p + 0.5 * mask for p, mask in zip(episode.sampler_logprobs, episode.loss_mask))
+        return dataclasses.replace(episode, sampler_logprobs=values)
+
+    groups = [dataclasses.replace(group, episodes=tuple(map(surer, group.episodes))) for group in record.groups]
+    rollout_record.save(path, groups, **record.about)
+    gaps = [gap for values in tokens.scored(open_run(folder), 3).gap for gap in values]
+    assert gaps == pytest.approx([-0.5] * len(gaps), abs=1e-3) and len(gaps) > 50
 
 
 def test_a_step_is_scored_once(finished, scored, monkeypatch):
