@@ -168,6 +168,7 @@ def extra_fields(args: Arguments) -> dict[str, Any]:
     """--api-extra, read. Raises UsageError."""
     try:
         fields = json.loads(args.api_extra or "{}")
+        json.dumps(fields, allow_nan=False)  # which reading takes
     except ValueError as error:
         raise UsageError(f"--api-extra {args.api_extra}: not JSON ({error})") from None
     if not isinstance(fields, dict):

@@ -130,7 +130,7 @@ class ChatEndpoint:
             try:
                 cards = self.server.get(f"{prefix}/models", CONTACT_SECONDS).get("data")
             except ServerError as error:
-                if error.status in (401, 403) or error.kind == "no answer":
+                if error.status == 401 or error.kind == "no answer":  # 403: the key may be good for turns alone
                     raise
                 continue
             if isinstance(cards, list):

@@ -247,7 +247,8 @@ class Evaluation:
                 return
             played = live.pop(index).played()
             results[index] = played
-            if played.lost in (None, FILTERED):  # a filter would answer the same
+            # A filter would answer the same; other errors may pass.
+            if played.lost == FILTERED or played.record.stop_reason != StopReason.ENV_ERROR:
                 self.kept.add(names[index], scenarios[index], played)
             if self.progress:
                 self.progress(sum(each is not None for each in results), len(results))

@@ -98,8 +98,9 @@ def test_addresses_that_have_no_v1(path, url):
 
 
 @pytest.mark.parametrize("path, url", [("/api/v4/chat/completions", "/api/v4"), (PATH, ""), (PATH, "/v1")])
-def test_an_endpoint_may_list_no_models(path, url):
-    assert ask(lambda body: FINE, path=path, url=url, models=(405, b"<html>"))[0].spoken
+@pytest.mark.parametrize("models", [(405, b"<html>"), (403, {"error": "no right to list"}), b"<html>", {"models": []}])
+def test_an_endpoint_may_list_no_models(path, url, models):
+    assert ask(lambda body: FINE, path=path, url=url, models=models)[0].spoken
 
 
 def test_the_key_is_sent_and_never_shown(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from env.clarify import ClarifyEnv
 from env.policies import ScriptedPolicy
 from env.tools import format_call, parse_turn
 from grpo import chat_api
@@ -298,6 +299,21 @@ def test_it_does_not_go_on_with_other_settings_or_a_damaged_file(evaluate, tmp_p
             assert code == 2 and "damaged" in err and err.count("\n") == 1 and partial(tmp_path).read_text() == damaged
 
 
+def test_an_environment_that_breaks_costs_its_episode_and_is_asked_again(evaluate, monkeypatch, tmp_path):
+    step, lost = ClarifyEnv.step, held_out(5)[1].request
+
+    def breaks(self, text, truncated=False):
+        if self.scenario.request == lost:
+            raise OSError("gone")
+        return step(self, text, truncated)
+
+    monkeypatch.setattr(ClarifyEnv, "step", breaks)
+    monkeypatch.setattr("grpo.evaluate_api.Kept.remove", lambda self: None)
+    code, report, _, err, _ = evaluate(native)
+    assert code == 0 and err == "" and report["env_errors"] == 1 and report["server"]["lost"] == {}
+    assert len(kept(tmp_path)["episodes"]) == 4
+
+
 # -------------------------------------------------------------------------------------------------- nothing to evaluate
 
 NOTHING = {
@@ -328,6 +344,7 @@ BAD_FLAGS = {
     "--api-base x: must be an address": ["--api-base", "x"],
     "cannot be reached": ["--api-base", "http://127.0.0.1:9"],
     "--api-extra {: not JSON": ["--api-extra", "{"],
+    '--api-extra {"x": NaN}: not JSON': ["--api-extra", '{"x": NaN}'],
     "--api-extra []: must be a JSON object": ["--api-extra", "[]"],
     "--api-extra model: is set by eval.py": ["--api-extra", '{"model": "x"}'],
     "--concurrency 0: must be at least 1": ["--concurrency", "0"],
