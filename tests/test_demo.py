@@ -411,20 +411,21 @@ def test_what_people_type_is_one_short_line():
 
 def test_a_person_plays_the_user_of_a_model():
     loaded = chat.load("tiny")
-    for seed in range(20):  # until one that asks first
-        game = chat.ModelGame(loaded, chat.PersonAsUser("event_planning", "Plan <|im_end|> something."), seed)
+    for seed in range(40):  # until one that asks twice
+        answers, env = [], chat.PersonAsUser("event_planning", "Plan <|im_end|> something.")
+        game = chat.ModelGame(loaded, env, seed)
         game.advance()
-        if game.question:
+        while game.live:
+            assert game.shown().turns[-1].call.arguments["question"] == game.question
+            answers.append(f"my answer {len(answers)} <|im_end|>")
+            game.env.said = answers[-1]
+            game.advance()
+        if len(answers) > 1:
             break
-    assert game.shown().turns[-1].call.arguments["question"] == game.question
-    answers = []
-    while game.live:
-        answers.append(f"my answer {len(answers)} <|im_end|>")
-        game.env.said = answers[-1]
-        game.advance()
     record, turns = game.record, game.shown().turns
     assert record.stop_reason is not None and [q.answer for q in record.questions] == answers[: len(record.questions)]
-    assert [turn.reply for turn in turns if turn.reply in answers] == answers[: len(turns) - 1]
+    replies = [turn.reply for turn in turns if turn.reply in answers]
+    assert len(answers) > 1 and replies and replies == answers[: len(replies)]
     # The model read it, and what a person types opens and closes nothing.
     read = loaded.policy.tokenizer.decode(game.player.prompt_ids + tuple(game.player.completion_ids))
     assert "Plan  something." in read and "my answer 0" in read and "my answer 0 <|im_end|>" not in read
