@@ -80,3 +80,22 @@ def test_intervals_and_bars_stand_where_the_numbers_say(tmp_path, monkeypatch):
 def test_one_cluster_has_no_interval_and_still_draws(tmp_path):
     path = plots.plot_deltas(comparison(interval=None), tmp_path / "deltas.png")
     assert dark_pixels(path) > 0.005
+
+
+def test_seeds_are_a_line_with_a_band_and_dots_at_the_end(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    groups = {"beta 0": [history(50, kl=None)] * 2, "beta 0.2": [history(50, kl=0.1), history(40, kl=0.3)]}
+    ends = {"base": [0.0], "beta 0": [0.7, 0.9], "beta 0.2": [0.2]}
+    plots.plot_seeds(groups, "kl", tmp_path / "x.png", "KL", "nats", ends)
+    axes = figures[0].axes[0]
+    drawn = {line.get_label(): line for line in axes.lines}
+    assert set(drawn) == {"beta 0.2", "beta 0, final models", "beta 0.2, final models"}  # beta 0 logs no KL
+    line = drawn["beta 0.2"]
+    assert list(line.get_xdata()) == list(range(1, 41))  # as far as both seeds go
+    assert list(line.get_ydata()) == pytest.approx([0.2] * 40)
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert (band.ymin, band.ymax) == pytest.approx((0.1, 0.3))
+    dots = drawn["beta 0, final models"]
+    assert list(dots.get_ydata()) == [0.7, 0.9] and min(dots.get_xdata()) > 50
+    assert (dots.get_color(), line.get_color()) == plots.MODEL_COLOURS[1:3]  # grey is the base's
