@@ -49,7 +49,8 @@ class Guard:
             if not distributed.is_first():
                 error.__dict__["told_by"] = 0
                 raise
-            kept = self._dump(step, error.groups, str(error))
+            # Of several processes, each of which has a part, one alone cannot keep whole weights.
+            kept = self._dump(step, error.groups, str(error), weights=distributed.size() == 1)
             raise BrokenInvariant(f"step {step}: {error}; {kept}. This is a bug of the program") from error
 
     def after(self, rows: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> RunStopped | None:
@@ -72,14 +73,18 @@ class Guard:
             f"See {self.folder / FOLDER}; python train.py --resume {self.folder} goes on behind them"
         )
 
-    def _dump(self, step: int, groups: Sequence[Group], reason: str, bad: int = 1) -> str:
-        """Write a step's dump; what to tell the user about it. A full disk costs the dump, not the run."""
+    def _dump(self, step: int, groups: Sequence[Group], reason: str, bad: int = 1, weights: bool = True) -> str:
+        """Write a step's dump; what to tell the user about it. A full disk costs the dump, not the run.
+
+        Without `weights` a replay repeats the steps since the checkpoint.
+        """
         dumps = self.folder / FOLDER
         path = dumps / f"step_{step:05d}.json.gz"
         try:
-            weights = self._weights(step, bad)
             about = {name: self.run[name] for name in ("run_id", "config", "base_sha256")}
-            rollout_record.save(path, groups, step=step, reason=reason, weights=weights.name, **about)
+            if weights:
+                about["weights"] = self._weights(step, bad).name
+            rollout_record.save(path, groups, step=step, reason=reason, **about)
         except (OSError, SafetensorError) as error:
             return f"its rollouts could not be kept ({error})"
         return f"python -m grpo.replay {path} runs it again"
