@@ -15,6 +15,7 @@ import pytest
 
 from env.clarify import ClarifyEnv
 from env.policies import ScriptedPolicy
+from env.prompts import brief
 from env.tools import format_call, parse_turn
 from grpo import chat_api
 from grpo.evaluate import evaluate_policy
@@ -269,6 +270,16 @@ def test_lost_episodes_count_and_are_asked_for_again(evaluate, tmp_path):
     assert code == 0 and report["server"]["lost"] == {} and not partial(tmp_path).exists()
     assert all(lost in str(body) for body in server.bodies[before:])
     assert report["episodes"] == evaluate_policy("ask-all", held_out(5))["episodes"]
+
+
+def test_many_lost_episodes_are_no_end_while_others_are_played(evaluate):
+    lost = [brief(scenario) for scenario in held_out(18)[1::2]]
+
+    def complete(body):
+        return (500, b"") if body["messages"][1]["content"] in lost else native(body)
+
+    code, report, *_ = evaluate(complete, "--concurrency", 1, limit=18)
+    assert code == 0 and report["server"]["lost"] == {"status 500": report["env_errors"]} and report["env_errors"] >= 9
 
 
 OTHER = {
