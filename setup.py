@@ -65,7 +65,8 @@ setup(
         "rich>=13",
         "matplotlib>=3.8",
         "jinja2>=3.1",
-        # The client of `eval.py --vllm-url` and `--api-base`: retries and time limits are its own. 2.6: a limit for Retry-After.
+        # The client of `eval.py --vllm-url` and `--api-base`: retries and time limits are its own. 2.6: a limit for
+        # Retry-After.
         "urllib3>=2.6",
     ],
     extras_require={
