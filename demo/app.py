@@ -72,7 +72,7 @@ def make_page(root: Path, model: str) -> gr.Blocks:
                 runs, text = [], views.notice(str(error), "error")
             else:
                 text = views.notice(NO_RUNS.format(root))
-            choices = [(f"{each.name} · {len(each.steps)} steps", each.name) for each in runs]
+            choices = [(f"{each.name} · {views.count(len(each.steps), 'step')}", each.name) for each in runs]
             if not runs:
                 hidden = gr.update(visible=False)
                 return gr.Tabs(selected="live"), hidden, hidden, hidden, text, ""
@@ -244,7 +244,7 @@ def _versus_tab(root: Path, run: gr.Dropdown) -> _Opened:
             f'<div class="title">{title}: {each.score.card:.3f}</div>{views.conversation(each)}{views.scores(each)}'
             for title, each in sides
         ]
-        return views.heading(before[index]) + views.profile(before[index]), cards[0], (cards[1:] or [""])[0]
+        return views.heading(before[index]) + views.profile(before[index], told=False), cards[0], (cards[1:] or [""])[0]
 
     scenario.input(open_scenario, [run, scenario], [wishes, base, trained], show_progress="hidden")
     return _Opened(open_run, [summary, scenario, wishes, base, trained])

@@ -139,8 +139,11 @@ def plan_table(plan: dict[str, object], shown: Shown, judged: bool = True) -> st
 # ---------------------------------------------------------------------------------------------------- profile and score
 
 
-def profile(shown: Shown) -> str:
-    """What the user really wants: hidden from the agent, which learns a field from its question or the request."""
+def profile(shown: Shown, told: bool = True) -> str:
+    """What the user really wants: hidden from the agent, which learns a field from its question or the request.
+
+    `told`: with where this episode's agent learned it.
+    """
     scenario, record = shown.scenario, shown.record
     by_question: dict[str | None, int] = {}
     for number, question in enumerate(record.questions, 1):
@@ -148,14 +151,16 @@ def profile(shown: Shown) -> str:
     in_request = FAMILIES[scenario.family].told_by(scenario.request)
     rows = []
     for field, value in scenario.hidden_profile.items():
-        if field in by_question:
-            told = _badge("good", f"question {by_question[field]}")
+        if not told:
+            source = ""
+        elif field in by_question:
+            source = _badge("good", f"question {by_question[field]}")
         elif field in in_request:
-            told = _badge("good", "request")
+            source = _badge("good", "request")
         else:
-            told = _badge("flat", "never told")
+            source = _badge("flat", "never told")
         star = ' <span class="star">★</span>' if field in scenario.critical_fields else ""
-        rows.append(f"<tr><th>{words(field)}{star}</th><td>{esc(spoken(field, value))}</td><td>{told}</td></tr>")
+        rows.append(f"<tr><th>{words(field)}{star}</th><td>{esc(spoken(field, value))}</td><td>{source}</td></tr>")
     return (
         '<div class="card"><div class="title">Hidden profile</div>'
         f'<table class="fields">{"".join(rows)}</table><p class="faint">★ critical: counts twice</p></div>'
@@ -165,9 +170,9 @@ def profile(shown: Shown) -> str:
 def scores(shown: Shown, rewards: Sequence[float | None] = (), advantages: Sequence[float | None] = ()) -> str:
     """The score with the rubric's parts; in training also the reward beside the rest of its group."""
     s = shown.score
-    facts = [_count(len(shown.record.questions), "question"), _count(shown.record.num_turns, "turn")]
+    facts = [count(len(shown.record.questions), "question"), count(shown.record.num_turns, "turn")]
     if shown.tokens is not None:
-        facts.append(_count(shown.tokens, "token"))
+        facts.append(count(shown.tokens, "token"))
     group = _group(shown, rewards, advantages) if rewards else ""
     return (
         f'<div class="card"><div class="title">Score</div><div class="big">{s.card:.3f}</div>'
@@ -205,7 +210,8 @@ def _group(shown: Shown, rewards: Sequence[float | None], advantages: Sequence[f
     )
 
 
-def _count(n: int, what: str) -> str:
+def count(n: int, what: str) -> str:
+    """Of something, in words: 1 question, 2 questions."""
     return f"{n} {what}" + ("" if n == 1 else "s")
 
 

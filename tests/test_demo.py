@@ -281,6 +281,7 @@ def test_plan_and_profile_say_what_was_told():
     assert "✗ wrong" in rows[1] and "never told" in rows[1]
     assert "right" not in "".join(views.plan_table(plan, shown, judged=False).split("<tr>"))
     assert "question 1" in views.profile(shown) and "never told" in views.profile(shown)
+    assert "question 1" not in views.profile(shown, told=False) and "venue" in views.profile(shown, told=False)
 
 
 # --------------------------------------------------------------------------------------------------------- token view

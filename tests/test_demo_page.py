@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("gradio", reason='the page needs gradio: pip install -e ".[demo]"')
 sync_api = pytest.importorskip("playwright.sync_api", reason='drives the browser: pip install -e ".[demo-test]"')
 
-from demo.runs import open_run  # noqa: E402
+from demo import views  # noqa: E402
+from demo.runs import most_telling, open_run, step_episodes  # noqa: E402
 from tests.find_browser import find  # noqa: E402
 from tests.test_demo import HOSTILE, SHORT, row_of  # noqa: E402
 from tests.test_resume import quick, start  # noqa: E402, F401 (quick is a fixture)
@@ -22,6 +23,7 @@ from tests.test_resume import quick, start  # noqa: E402, F401 (quick is a fixtu
 BROWSER = find()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: `make test-demo` installs it")
 
+SCORED = "#tokens .tok[data-tip*='KL to the base']"  # unasked, as these steps are right behind a checkpoint
 WAIT = 60_000  # milliseconds: a busy machine
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -97,10 +99,12 @@ def tab(page, name):
     page.get_by_role("tab", name=name, exact=True).click()
 
 
-def go_to_step(page, step):
+def go_to_step(page, run, step):
     page.fill("#step input[type=number]", str(step))
     page.press("#step input[type=number]", "Enter")
-    page.wait_for_timeout(500)
+    batch = step_episodes(run, step)
+    label = views.label(batch[most_telling(batch)])
+    page.wait_for_function("(label) => document.querySelector('#episode input').value === label", arg=label)
 
 
 def choose(page, box, text):
@@ -176,7 +180,7 @@ def test_the_first_screen_is_there_at_once(runs, browser):
 def test_steps_and_episodes_can_be_chosen(site, browser, runs):
     rows = [json.loads(line) for line in open_run(runs / "short").completions(3).read_text().splitlines()]
     with opened(browser, site) as page:
-        go_to_step(page, 3)
+        go_to_step(page, open_run(runs / "short"), 3)
         for row in (rows[0], rows[4]):
             choose(page, "episode", f"group {row['group']}.{row['member']}")
             request = row["conversation"][0]["content"].split("\n")[0].removeprefix("Request: ")
@@ -186,12 +190,11 @@ def test_steps_and_episodes_can_be_chosen(site, browser, runs):
                 assert str(value) in page.inner_text("#side")
 
 
-def test_tokens_have_colours_and_numbers(site, browser):
+def test_tokens_have_colours_and_numbers(site, browser, runs):
     with opened(browser, site) as page:
-        go_to_step(page, 3)
+        go_to_step(page, open_run(runs / "short"), 3)
         tab(page, "Tokens")
-        # Right behind a checkpoint, so it is scored unasked.
-        page.wait_for_selector("#tokens .tok[data-tip*='KL to the base']", state="attached")
+        page.wait_for_selector(SCORED, state="attached")
         for label, by in (("who wrote it", "mask"), ("KL to the reference", "kl"), ("sampler-trainer gap", "gap")):
             page.get_by_label(label).click()
             page.wait_for_selector(f"#tokens .tokens[data-by={by}]")
@@ -334,7 +337,7 @@ def test_everything_fits_and_can_be_read(site, browser, width, scheme):
         talk, side = (page.locator(box).bounding_box() for box in ("#talk", "#side"))
         assert min(talk["width"], side["width"]) > 300 and (side["y"] > talk["y"] + talk["height"] / 2) == (width < 700)
         tab(page, "Tokens")
-        page.wait_for_selector("#tokens .tok.trained")
+        page.wait_for_selector(SCORED, state="attached")
         check_readable(page)
         page.locator("#tokens .tok.trained").last.scroll_into_view_if_needed()
         page.wait_for_timeout(500)  # scrolling hides the box
