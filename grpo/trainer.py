@@ -80,6 +80,9 @@ class Trainer:
         self.config, self.policy, self.engine, self.chat, self.reference = config, policy, engine, chat, reference
         self.packing, self.env_factory = packing, env_factory
         self.optimizer = make_optimizer(policy.model.parameters(), config.optim.optimizer, config.optim.learning_rate)
+        self.gives_back = policy.device.type == "cpu" and 4 * policy.num_parameters > LARGE_MODEL
+        if self.gives_back:  # the gradient of an embedding is as large as its weight; what layers kept is free by then
+            policy.model.get_input_embeddings().register_forward_hook(_give_back_behind)
         self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
     def step(
@@ -96,6 +99,7 @@ class Trainer:
         """
         watch = Stopwatch()
         if groups is None:
+            self.optimizer.zero_grad(set_to_none=True)
             self.give_back_memory()
             with distributed.awake(self.engine, self.policy.model):
                 watch.lap("sync")
@@ -130,6 +134,7 @@ class Trainer:
         batches = [batch.to(self.policy.device) for batch in batches]
         watch.lap("update")
         ref_logprobs = self.reference_logprobs(episodes, weights, batches)
+        self.give_back_memory()
         watch.lap("reference")
 
         rewards = [group.rewards for group in groups]
@@ -145,10 +150,8 @@ class Trainer:
         return StepResult(groups, advantages, losses, watch.seconds)
 
     def give_back_memory(self) -> None:
-        """Before and after sampling: the last step's gradients, and on a CPU all that a large model has freed. A small
-        one is faster with what it has."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.policy.device.type == "cpu" and 4 * self.policy.num_parameters > LARGE_MODEL:
+        """Between the phases of a step: what a large model has freed on a CPU. A small one is faster with what it has."""
+        if self.gives_back:
             give_back_memory()
 
     def sample_groups(self, step: int) -> list[Group]:
@@ -313,6 +316,12 @@ class Trainer:
                 self.optimizer.step()
                 self.engine.weights_changed()
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
+
+
+def _give_back_behind(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+    """A hook on a module's forward: memory is given back when the backward pass comes to it."""
+    if output.requires_grad:
+        output.register_hook(lambda grad: give_back_memory())
 
 
 def position(config: Config, step: int) -> dict[str, object]:

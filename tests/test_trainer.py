@@ -202,3 +202,22 @@ def test_training_and_evaluation_prompts_are_the_same_ids(folder):
     for group in each.step(0).groups:
         expected = ChatTokens(each.policy.tokenizer, TOOLS).first_prompt(first_messages(group.scenario))
         assert all(episode.prompt_ids == expected for episode in group.episodes)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_models_memory_is_given_back_between_phases_and_before_the_embeddings_gradient(
+    folder, monkeypatch, large
+):
+    monkeypatch.setattr(trainer, "LARGE_MODEL", 0 if large else 1 << 40)
+    held = []  # parameters with a gradient at that time
+
+    def spy():
+        held.append(sum(p.grad is not None for p in made.policy.model.parameters()))
+
+    monkeypatch.setattr(trainer, "give_back_memory", spy)
+    made = make(folder)
+    made.step(0)
+    made.step(1)
+    total = len(list(made.policy.model.parameters()))
+    # Sampling before and after, reference, and the end of the backward pass: all but the (tied) embedding is there.
+    assert held == ([0, 0, 0, total - 1] * 2 if large else [])
