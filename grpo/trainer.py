@@ -150,7 +150,7 @@ class Trainer:
         return StepResult(groups, advantages, losses, watch.seconds)
 
     def give_back_memory(self) -> None:
-        """Between the phases of a step: what a large model has freed on a CPU. A small one is faster with what it has."""
+        """Between phases: what a large model has freed on a CPU. A small one is faster with what it has."""
         if self.gives_back:
             give_back_memory()
 
