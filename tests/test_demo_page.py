@@ -207,6 +207,10 @@ def test_tokens_have_colours_and_numbers(site, browser, runs):
         for what in ("id ", "advantage", "sampler log-prob", "trainer log-prob", "base log-prob", "KL to", "nats"):
             assert what in shown
         assert shown == token.get_attribute("data-tip")
+        hostile = page.locator("#tokens .tok.trained").nth(5)  # whatever a token spells, its box holds text
+        hostile.evaluate("(token, text) => { token.dataset.tip = text }", HOSTILE)
+        hostile.hover()
+        page.wait_for_function("(text) => document.querySelector('#tip').innerText === text", arg=HOSTILE)
 
 
 def test_base_and_trained_stand_side_by_side(site, browser, runs):
