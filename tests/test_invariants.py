@@ -342,7 +342,9 @@ def test_masked_episodes_are_penalised_in_the_baseline_too(folder, monkeypatch):
         each.step(0, groups=groups)  # the same move away from the reference in both
         each.config = each.config.with_values({"mask_truncated": masked})
         seen[masked] = each.step(1, groups=each.sample_groups(1)).advantages
-    assert seen[True] == seen[False] != [[0.0] * 4] * 2
+    # Equal up to rounding: masked episodes are scored in a microbatch of their own, in GEMMs of another shape.
+    for with_mask, without in zip(seen[True], seen[False], strict=True):
+        assert with_mask == pytest.approx(without, abs=1e-6) != [0.0] * 4
 
 
 def test_each_round_of_dynamic_sampling_has_its_own_witness(folder):
