@@ -19,13 +19,13 @@ included; an error anywhere is told once and ends all of them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import os
 import pickle
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -81,9 +81,9 @@ def session() -> Iterator[None]:
         return
     store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # The group outlives the run, as vLLM has groups inside it until Python ends. Whoever registers first is last then.
+    # The group outlives the run, as vLLM has groups inside it until Python ends. Of finalizers the oldest is the last.
     finished: list[bool] = []
-    atexit.register(lambda: dist.destroy_process_group() if finished and dist.is_initialized() else None)
+    weakref.finalize(dist, lambda: dist.destroy_process_group() if finished and dist.is_initialized() else None)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         with open(os.devnull, "w") as nowhere:
