@@ -81,7 +81,7 @@ def session() -> Iterator[None]:
         return
     store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # The group outlives the run, as vLLM has groups inside it until Python ends. Of finalizers the oldest is the last.
+    # vLLM has groups inside this one until Python ends: it must outlive them. Of finalizers the oldest is the last.
     finished: list[bool] = []
     weakref.finalize(dist, lambda: dist.destroy_process_group() if finished and dist.is_initialized() else None)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
@@ -95,7 +95,10 @@ def session() -> Iterator[None]:
         if _connection_lost(error):
             raise RunStopped(f"process {number} of {count}: another one has died (connection lost)") from None
         raise
+    dist.barrier()  # nobody closes its connections while another is at work
     finished.append(True)
+    if "vllm" not in sys.modules:
+        dist.destroy_process_group()
 
 
 def _first_to_tell(store: Any, number: int) -> bool:
