@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo.cpu_linear import multiply
+
 
 class _Gate(torch.autograd.Function):
     """h = silu(g) * u. With s = sigmoid(g): dh/du = g s, dh/dg = u s (1 + g (1 - s))."""
@@ -43,7 +45,7 @@ class _GateDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return F.linear(F.silu(gate).mul_(up), weight)
+        return multiply(F.silu(gate).mul_(up), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -51,8 +53,9 @@ class _GateDown(torch.autograd.Function):
         grad_weight = None
         hidden = F.silu(gate)
         if ctx.needs_input_grad[2]:
-            grad_weight = (grad.flatten(0, -2).t() @ (hidden * up).flatten(0, -2)).to(weight.dtype)
-        grad_hidden = grad @ weight.to(grad.dtype)  # under autocast the weight is wider
+            product = (hidden * up).flatten(0, -2)
+            grad_weight = multiply(grad.flatten(0, -2).t(), product.t()).to(weight.dtype)
+        grad_hidden = multiply(grad, weight.to(grad.dtype).t())  # under autocast the weight is wider
         grad_up = hidden.mul_(grad_hidden)
         return torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate), grad_up, grad_weight
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo import distributed, hints, tree_attention
+from grpo import cpu_linear, distributed, hints, tree_attention
 from grpo.config import ModelConfig, UsageError
 from grpo.data_types import TokenBatch
 from grpo.lean_modules import keep_less
@@ -85,7 +85,8 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device).eval()
-    keep_less(model)
+    cpu_linear.use(model)
+    keep_less(model)  # behind it: modules are compared with what they are now
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)
     _check_head(policy)

@@ -32,6 +32,7 @@ from scenarios.generator import training_scenario
 from scenarios.schema import Scenario
 
 LARGE_MODEL = 256 << 20  # bytes of weights
+LAYERS = 4  # of a large model on a CPU, between one return of freed memory and the next
 
 
 @dataclass
@@ -81,8 +82,11 @@ class Trainer:
         self.packing, self.env_factory = packing, env_factory
         self.optimizer = make_optimizer(policy.model.parameters(), config.optim.optimizer, config.optim.learning_rate)
         self.gives_back = policy.device.type == "cpu" and 4 * policy.num_parameters > LARGE_MODEL
-        if self.gives_back:  # the gradient of an embedding is as large as its weight; what layers kept is free by then
-            policy.model.get_input_embeddings().register_forward_hook(_give_back_behind)
+        if self.gives_back:
+            layers = [m for m in policy.model.modules() if type(m).__name__ in (policy.model._no_split_modules or ())]
+            # The gradient of an embedding is as large as its weight; what all layers kept is free by then.
+            for module in [policy.model.get_input_embeddings(), *layers[::LAYERS]]:
+                module.register_forward_hook(_give_back_behind)
         self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
     def step(
@@ -319,8 +323,12 @@ class Trainer:
 
 
 def _give_back_behind(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
-    """A hook on a module's forward: memory is given back when the backward pass comes to it."""
+    """A hook on a module's forward: memory is given back now, and when the backward pass comes here.
+
+    What a layer frees leaves holes between what it keeps, half as large as that.
+    """
     if output.requires_grad:
+        give_back_memory()
         output.register_hook(lambda grad: give_back_memory())
 
 

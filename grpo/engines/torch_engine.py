@@ -39,7 +39,6 @@ from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.context_limit import checked_context
 from grpo.engines.drafts import DRAFT_LENGTH, Drafts
-from grpo.engines.few_rows import few_rows, worth_it
 from grpo.engines.slots import ATTENTION_NAME, Grid, Layout, SlotCache, round_up
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
 
@@ -115,7 +114,6 @@ class TorchEngine:
         self._prefix = 0  # ids that the first prompts of all rows begin with
         self._drafts = Drafts()
         self._modules = list(self.model.modules())
-        self._streamed = () if self.autocast_dtype else worth_it(self._modules)
 
     description = "torch, in process, on the policy's own weights"
 
@@ -340,7 +338,7 @@ class TorchEngine:
             autocast = torch.autocast(
                 self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
             )
-            with autocast, few_rows(self._streamed):
+            with autocast:
                 yield
         finally:
             config._attn_implementation = trainers_attention
