@@ -54,6 +54,9 @@ def test_nothing_in_the_project_can_run_data_as_code():
         for line, what in dangers(ast.parse(path.read_text()))
         # The dispatch of the kernels imports its own modules, by names in a table.
         if not (what == "importlib.import_module" and "grpo_kernels" in path.parts)
+        # torchrun's processes are one program; torch's object collectives between them pickle, and an exception must
+        # stand that.
+        and not (what == "import pickle" and path.name == "distributed.py")
     ]
     assert not found
 

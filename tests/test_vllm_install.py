@@ -155,6 +155,7 @@ def test_make_passes_over_77_alone(tmp_path, installing, testing, code):
     assert ("-m pytest -q -m vllm tests/vllm_engine" in said) == (testing is not None)
 
 
-def test_ci_runs_both_groups():
+def test_ci_runs_all_groups():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert lines[-2:] == ["make test EXTRAS=test,server", "make test-vllm"] and "set -euo pipefail" in lines
+    groups = ["make test EXTRAS=test,server", "make test-demo", "make test-vllm"]
+    assert lines[-3:] == groups and "set -euo pipefail" in lines
