@@ -36,6 +36,9 @@ from synthetic import REPLY_TOKENS
 from table import finish, markdown
 
 RESULTS = Path(__file__).parent / "results"
+# Of the time when MKL computed all products, the layers' and the head's, at one rate; layers now go to oneDNN
+# (grpo/cpu_linear.py), at another.
+ONE_RATE = RESULTS / "mkl"
 KERNELS = Path(__file__).resolve().parents[1] / "kernels/bench/results/linear_grpo_loss.cpu.json"
 DRAFTED_FORWARDS = 532 / 8  # a rollout batch of case b, whose sampler drafts: measured, docs/LOG.md
 PROCESS_BYTES = 0.5e9  # Python and its libraries: what is resident at the start of case b, without its 14 MB of weights
@@ -58,7 +61,8 @@ class Comparison:
 
 @functools.cache
 def document(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.cpu.json").read_text())
+    path = ONE_RATE / f"{name}.cpu.json"
+    return json.loads((path if path.exists() else RESULTS / path.name).read_text())
 
 
 def measured_lengths() -> tuple[Lengths, int]:
