@@ -11,9 +11,9 @@ EXTRAS ?= test
 
 .PHONY: setup train test test-vllm test-demo bench bench-baselines lint clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed-$(EXTRAS)
 
-$(VENV)/.installed: setup.py pyproject.toml
+$(VENV)/.installed-$(EXTRAS): setup.py pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.10 or newer"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

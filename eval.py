@@ -295,12 +295,13 @@ def evaluate_served(args: Arguments, scenarios: list[Scenario]) -> tuple[dict[st
     kept = Kept(path, settings_of(endpoint, scenarios, sampling, length))
     env_factory = environment(args.env_url, concurrency)
     total = len(scenarios) * (1 + args.also_greedy)
-    if len(kept) < total:
+    there = kept.of([args.temperature] + [0.0] * args.also_greedy, len(scenarios))
+    if there < total:
         endpoint.connect()
-    if len(kept):
-        print(f"going on: {len(kept)} of {total} episodes were kept in {path}", flush=True)
+    if there:
+        print(f"going on: {there} of {total} episodes were kept in {path}", flush=True)
     try:
-        with episode_progress(f"evaluating {args.model}", total, len(kept)) as progress:
+        with episode_progress(f"evaluating {args.model}", total, there) as progress:
             report = evaluate_endpoint(
                 endpoint,
                 scenarios,

@@ -14,8 +14,6 @@ from demo.runs import Unreadable, find_runs
 from grpo.config import UsageError, tyro_cli
 from grpo.console import run_entry
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 @dataclass(frozen=True)
 class Arguments:

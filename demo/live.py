@@ -14,6 +14,7 @@ import gradio as gr
 from demo import chat, views
 from demo.runs import Unreadable, find_runs
 from env.families import FAMILIES
+from grpo.compare import model_name
 from grpo.config import UsageError
 from scenarios.generator import DIFFICULTIES, HELD_OUT_SEEDS, generate
 
@@ -120,7 +121,7 @@ def _agent(models: gr.Dropdown) -> None:
         except UsageError as error:
             yield *common, result, views.notice(str(error), "error")
             return
-        title = f'<div class="title">{views.esc(Path(model).parent.name or model)} on the same scenario</div>'
+        title = f'<div class="title">{views.esc(model_name(model))} on the same scenario</div>'
         yield *common, result, title + views.scores(played) + views.conversation(played)
 
     def on_ask(playing: chat.AgentGame | None, text: str, model: str) -> Iterator[tuple]:

@@ -197,7 +197,8 @@ class ChatEndpoint:
             choice = (document.get("choices") or [{}])[0]
             if error := document.get("error") or choice.get("error"):  # some say so with status 200
                 what = error.get("message", error) if isinstance(error, dict) else error
-                raise self.server.error(f"an error came back: {str(what)[:300]}", "error as an answer")
+                shown = self.server.clean(str(what))[:300]
+                raise self.server.error(f"an error came back: {shown}", "error as an answer")
             usage = document.get("usage") or {}
             return read_choice(choice, usage.get("prompt_tokens"), usage.get("completion_tokens"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:

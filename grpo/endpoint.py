@@ -102,8 +102,9 @@ class Server:
         except urllib3.exceptions.LocationParseError:
             parsed = None
         if not parsed or parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-            raise UsageError(f"{flag} {url}: must be an address such as http://localhost:8000")
-        # Without what may stand before the host: names and passwords belong into no message.
+            shown = url.split("?")[0].rsplit("@")[-1]  # names, passwords and keys belong into no message
+            raise UsageError(f"{flag} {shown}: must be an address such as http://localhost:8000")
+        # Without what may stand before the host, for the same reason.
         netloc = parsed.host if parsed.port is None else f"{parsed.host}:{parsed.port}"
         self.url = f"{parsed.scheme}://{netloc}{(parsed.path or '').rstrip('/').removesuffix('/v1')}"
         self.retries, self.timeout = retries, timeout
@@ -126,9 +127,11 @@ class Server:
 
     def error(self, text: str, *args: Any) -> ServerError:
         """To be raised: one line that says whose fault it is."""
-        line = " ".join(f"{self.flag} {self.url}: {text}".split())
-        # Some servers quote the key that they do not like.
-        return ServerError(line.replace(self._key, "***") if self._key else line, *args)
+        return ServerError(self.clean(" ".join(f"{self.flag} {self.url}: {text}".split())), *args)
+
+    def clean(self, text: str) -> str:
+        """Without the key: some servers quote the one that they do not like. To be called before a text is cut."""
+        return text.replace(self._key, "***") if self._key else text
 
     def _call(self, method: str, path: str, body: Any, retries: Retry, timeout: float | None = None) -> dict[str, Any]:
         seconds = timeout or self.timeout
@@ -167,7 +170,7 @@ class Server:
             text = error.get("message", error) if isinstance(error, dict) else error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        text = " ".join(str(text).split())[:300] or "an empty body"
+        text = self.clean(" ".join(str(text).split()))[:300] or "an empty body"
         return text + (f" (a key is read from {self.key_variable})" if response.status in (401, 403) else "")
 
 

@@ -154,6 +154,10 @@ class Kept:
     def __len__(self) -> int:
         return len(self._episodes)
 
+    def of(self, temperatures: Sequence[float], count: int) -> int:
+        """How many episodes are there of passes over `count` scenarios at these temperatures."""
+        return sum(name in self._episodes for t in temperatures for name in episode_names(t, count))
+
     def get(self, name: str, scenario: Scenario) -> Played | None:
         """A finished episode."""
         if name not in self._episodes:
@@ -203,6 +207,11 @@ class Kept:
                 raise UsageError(f"{self.path}: is of an evaluation with another {name}{what}; {advice}")
 
 
+def episode_names(temperature: float, count: int) -> list[str]:
+    """Of one pass, in the file of kept episodes."""
+    return [f"temperature {temperature:g}, {i}" for i in range(count)]
+
+
 class Evaluation:
     """Plays scenarios at an endpoint, `concurrency` episodes at once.
 
@@ -223,7 +232,7 @@ class Evaluation:
     ):
         self.endpoint, self.kept, self.env_factory = endpoint, kept, env_factory
         self.max_completion_len, self.concurrency, self.progress = max_completion_len, concurrency, progress
-        self._answered = False
+        self._answered = len(kept) > 0  # by this call or one before it: then it is no wrong address
         self._lost_in_a_row = 0
 
     def play(self, scenarios: Sequence[Scenario], sampling: SamplingConfig) -> list[Played]:
@@ -233,7 +242,7 @@ class Evaluation:
             ServerError: there is nothing to evaluate there: wrong address, key or model, or no turn is ever answered.
             RunStopped: it was there, and is not any more.
         """
-        names = [f"temperature {sampling.temperature:g}, {i}" for i in range(len(scenarios))]
+        names = episode_names(sampling.temperature, len(scenarios))
         results = [self.kept.get(name, scenario) for name, scenario in zip(names, scenarios)]
         waiting = deque(i for i, played in enumerate(results) if played is None)
         calls, live = InFlight(self.concurrency), dict[int, ChatPlayer]()
@@ -333,9 +342,12 @@ def evaluate_endpoint(
 
 
 def lost_episodes(report: Mapping[str, Any]) -> tuple[Counter[str], bool]:
-    """How many episodes the endpoint has lost, by kind, greedy ones included; whether it makes sense to ask again."""
+    """How many episodes the endpoint or the environment has lost, by kind, greedy ones included; whether it makes sense
+    to ask again."""
     passes = [report, report["greedy"]] if "greedy" in report else [report]
     lost = sum((Counter(each["server"]["lost"]) for each in passes), Counter())
+    broken = sum(each["env_errors"] for each in passes) - sum(lost.values())
+    lost += Counter({"environment": broken})
     return lost, bool(set(lost) - {FILTERED})
 
 

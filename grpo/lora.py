@@ -78,12 +78,19 @@ def trained_weights(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str
     return names
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds beside parameters, by its name there: biases of routers, for example."""
+    kept = model.state_dict().keys()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_buffers() if name in kept}
+
+
 def save_trained(model: torch.nn.Module, path: Path) -> None:
     """What training changes, as safetensors: all weights, or with adapters those alone."""
-    if adapter_weights(model) or distributed.size() > 1:
+    adapters = adapter_weights(model)
+    if adapters or distributed.size() > 1:
         # Not by the model's `state_dict`, which of a sharded model is this process's part.
         tensors = {names[0]: weight.detach().contiguous() for weight, names in trained_weights(model).items()}
-        save_file(tensors, str(path))
+        save_file(tensors if adapters else tensors | saved_buffers(model), str(path))
     else:
         save_model(model, str(path))
 

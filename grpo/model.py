@@ -85,7 +85,8 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device).eval()
-    cpu_linear.use(model)
+    if device.type == "cpu":
+        cpu_linear.use(model)
     keep_less(model)  # behind it: modules are compared with what they are now
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(config.dtype)
     policy = Policy(config.model, model, tokenizer, device, dtype or getattr(torch, config.dtype), config.impl)

@@ -5,6 +5,7 @@ Figures are made without pyplot: no display, no global state, nothing to close.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from env.clarify import StopReason
+from grpo.files import write_atomic
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F",
@@ -254,5 +256,7 @@ def _save_steps(figure: Figure, axes: Axes, path: str | Path, label: str, legend
 
 
 def _save(figure: Figure, path: str | Path) -> Path:
-    figure.savefig(path, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format=Path(path).suffix[1:] or "png")
+    write_atomic(path, picture.getvalue())
     return Path(path)

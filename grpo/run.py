@@ -25,7 +25,7 @@ from grpo.environment import environment, sessions_needed
 from grpo.files import ASIDE, commit_folder
 from grpo.guard import Guard
 from grpo.head import describe
-from grpo.lora import adapter_weights, save_adapter
+from grpo.lora import adapter_weights, save_adapter, saved_buffers
 from grpo.metrics import LogHistory, last_num_tokens, step_metrics
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
@@ -337,7 +337,8 @@ def save_final(policy: Policy, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     adapters = adapter_weights(policy.model)
     # A model's own `state_dict` knows nothing of adapters, and of a sharded model would be this process's part.
-    state = dict(named_weights(policy.model)) if adapters or distributed.size() > 1 else None
+    parts = adapters or distributed.size() > 1
+    state = dict(named_weights(policy.model)) | saved_buffers(policy.model) if parts else None
     policy.model.save_pretrained(aside, state_dict=state)
     if adapters:
         save_adapter(policy.model, aside / "adapter", policy.name)

@@ -83,7 +83,8 @@ class Trainer:
         self.optimizer = make_optimizer(policy.model.parameters(), config.optim.optimizer, config.optim.learning_rate)
         self.gives_back = policy.device.type == "cpu" and 4 * policy.num_parameters > LARGE_MODEL
         if self.gives_back:
-            layers = [m for m in policy.model.modules() if type(m).__name__ in (policy.model._no_split_modules or ())]
+            names = policy.model._no_split_modules or ()
+            layers = [m for m in policy.model.modules() if type(m).__name__.removeprefix("FSDP") in names]
             # The gradient of an embedding is as large as its weight; what all layers kept is free by then.
             for module in [policy.model.get_input_embeddings(), *layers[::LAYERS]]:
                 module.register_forward_hook(_give_back_behind)
@@ -322,12 +323,13 @@ class Trainer:
         return {name: sum(values[name] for values in logged) / len(logged) for name in logged[0]}
 
 
-def _give_back_behind(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+def _give_back_behind(module: torch.nn.Module, args: object, output: object) -> None:
     """A hook on a module's forward: memory is given back now, and when the backward pass comes here.
 
     What a layer frees leaves holes between what it keeps, half as large as that.
     """
-    if output.requires_grad:
+    output = output[0] if isinstance(output, tuple) else output
+    if isinstance(output, torch.Tensor) and output.requires_grad:
         give_back_memory()
         output.register_hook(lambda grad: give_back_memory())
 

@@ -264,6 +264,8 @@ def test_lost_episodes_count_and_are_asked_for_again(evaluate, tmp_path):
         assert report["n"] == 5 and report["episodes"][1]["scores"]["card"] == 0
         assert "warning: 1 episode lost, which counts as 0 (status 500: 1)" in err
         assert f"kept: 4 episodes in {partial(tmp_path)}: the same command goes on from there, with --overwrite" in err
+        code, report, *_ = evaluate(None, *at, "--overwrite")  # lost once more, and nothing else is left to ask
+        assert code == 0 and report["server"]["lost"] == {"status 500": 1}
         server.complete, before = native, len(server.bodies)
         assert evaluate(None, *at)[0] == 2  # the report is not replaced unasked
         code, report, *_ = evaluate(None, *at, "--overwrite")
@@ -319,10 +321,26 @@ def test_an_environment_that_breaks_costs_its_episode_and_is_asked_again(evaluat
         return step(self, text, truncated)
 
     monkeypatch.setattr(ClarifyEnv, "step", breaks)
-    monkeypatch.setattr("grpo.evaluate_api.Kept.remove", lambda self: None)
-    code, report, _, err, _ = evaluate(native)
-    assert code == 0 and err == "" and report["env_errors"] == 1 and report["server"]["lost"] == {}
-    assert len(kept(tmp_path)["episodes"]) == 4
+    with serve(StandIn(native, path=PATH)) as server:
+        at = ("--api-base", server.url)
+        code, report, _, err, _ = evaluate(None, *at)
+        assert code == 0 and report["env_errors"] == 1 and report["server"]["lost"] == {}
+        assert "1 episode lost, which counts as 0 (environment: 1)" in err and "with --overwrite" in err
+        assert len(kept(tmp_path)["episodes"]) == 4
+        monkeypatch.setattr(ClarifyEnv, "step", step)
+        before = len(server.bodies)
+        code, report, _, err, _ = evaluate(None, *at, "--overwrite")
+        assert code == 0 and err == "" and report["env_errors"] == 0 and not partial(tmp_path).exists()
+        assert all(lost in str(body) for body in server.bodies[before:])
+
+
+def test_what_is_kept_of_another_pass_is_not_counted(evaluate, tmp_path):
+    lost = held_out(5)[1].request
+    with serve(StandIn(lambda body: (500, b"") if lost in str(body) else native(body), path=PATH)) as server:
+        at = ("--api-base", server.url)
+        assert evaluate(None, *at, "--also-greedy")[0] == 0 and len(kept(tmp_path)["episodes"]) == 8
+        _, _, out, _, _ = evaluate(None, *at, "--overwrite")
+    assert "going on: 4 of 5 episodes" in out
 
 
 # -------------------------------------------------------------------------------------------------- nothing to evaluate

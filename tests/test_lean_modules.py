@@ -8,6 +8,7 @@ import pytest
 import torch
 import toy
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from grpo import lean_modules
 
@@ -109,3 +110,16 @@ def test_what_computes_something_else_is_left_alone(fault):
     # The norms that are not faulty change: three where one is, four where none is.
     assert lean_modules.keep_less(layer) == (4 if fault == "another activation" else 3)
     assert mlp.forward == kept[0] and (fault == "another activation" or norm.forward == kept[1])
+
+
+def test_a_norm_that_rounds_elsewhere_is_left_alone():
+    """Olmo 2 rounds the product with the weight once: in float32 the same numbers, in bfloat16 others."""
+    assert lean_modules.keep_less(Olmo2RMSNorm(16)) == 0
+
+
+def test_a_watched_layer_is_called():
+    mlp, seen = toy.make_model(TOKENIZER).model.layers[0].mlp, []
+    assert lean_modules.keep_less(mlp) == 1
+    mlp.down_proj.register_forward_hook(lambda *args: seen.append(1))
+    mlp(torch.randn(1, 3, mlp.gate_proj.in_features)).sum().backward()
+    assert seen == [1] and mlp.down_proj.weight.grad is not None

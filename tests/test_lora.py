@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 import sys
@@ -101,6 +102,18 @@ def test_the_final_model_is_merged_and_the_adapter_is_peft_s(trained, tmp_path):
     base = load_policy(ModelConfig(device="cpu")).model
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "final" / "adapter"))
     torch.testing.assert_close(logits(adapted), expected, rtol=0, atol=1e-5)
+
+
+def test_persistent_buffers_are_in_the_final_model(trained, tmp_path):
+    """As the biases of routers are: no parameters, but part of a checkpoint."""
+    policy = copy.deepcopy(trained[0].policy)
+    layer = policy.model.model.layers[0].mlp.gate_proj
+    layer.base_layer.register_buffer("bias_of_router", torch.tensor([1.5]))
+    layer.base_layer.register_buffer("scratch", torch.zeros(1), persistent=False)
+    save_final(policy, tmp_path / "final")
+    stored = load_file(tmp_path / "final" / "model.safetensors")
+    assert stored["model.layers.0.mlp.gate_proj.bias_of_router"].tolist() == [1.5]
+    assert not [name for name in stored if "scratch" in name]
 
 
 def test_checkpoints_hold_adapters_only_and_resume_exactly(tmp_path):

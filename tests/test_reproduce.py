@@ -408,6 +408,16 @@ def test_a_report_of_other_settings_is_not_replaced(finished, capsys, nothing_st
     assert code == 2 and "holds something else" in err
 
 
+def test_a_small_learning_rate_is_the_same_one_in_the_next_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "text", lambda numbers: "")
+    small, other = (Config().with_values({"learning_rate": lr}) for lr in (5e-7, 1e-6))
+    about = {"models": ["a"], "betas": [1e-7, 0.2], "seeds": [0], "eval_limit": 50}
+    report.write_report(tmp_path, about | {"settings": results.public(small), "results": []})
+    report.check_replaceable(tmp_path, about | {"settings": small}, overwrite=False)
+    with pytest.raises(UsageError, match="its report is of --learning-rate 5e-07, not 1e-06"):
+        report.check_replaceable(tmp_path, about | {"settings": other}, overwrite=False)
+
+
 def test_runs_of_another_base_are_not_mixed(finished, capsys, nothing_starts):
     path = finished / "runs" / "tiny-beta0-seed1" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_sha256": "other"}))

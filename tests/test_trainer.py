@@ -223,3 +223,15 @@ def test_a_large_models_memory_is_given_back_between_phases_and_before_the_embed
     # Before and behind sampling, behind the reference, in the forward pass (embedding, every fourth layer) and at the
     # same places in the backward pass: at its end all but the (tied) embedding have their gradient.
     assert held == ([0, 0, 0, 0, 0, total - 1 - layer, total - 1] * 2 if large else [])
+
+
+def test_memory_is_given_back_behind_layers_that_return_a_tuple(monkeypatch):
+    given = []
+    monkeypatch.setattr(trainer, "give_back_memory", lambda: given.append(1))
+    layer = torch.nn.LSTM(4, 4)
+    layer.register_forward_hook(trainer._give_back_behind)
+    layer(torch.randn(2, 1, 4))[0].sum().backward()
+    assert given == [1, 1]
+    with torch.no_grad():
+        layer(torch.randn(2, 1, 4))
+    assert given == [1, 1]

@@ -51,7 +51,9 @@ def write_report(folder: Path, numbers: Mapping[str, Any]) -> Path:
         draw(folder, found)
     kept = {k: v for k, v in numbers.items() if k != "results"}
     kept["results"] = [{k: v for k, v in found.items() if k != "curves"} for found in numbers["results"]]
-    write_atomic(folder / "report.json", json.dumps(_rounded(strict(kept)), indent=1, ensure_ascii=False) + "\n")
+    exact = strict(kept)  # settings are compared with those of the next call: only results are rounded
+    stored = exact | {"results": _rounded(exact["results"])}
+    write_atomic(folder / "report.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
     write_atomic(folder / "report.md", text(kept))
     return folder / "report.md"
 
