@@ -14,8 +14,8 @@ import gradio as gr
 from demo import chat, views
 from demo.runs import Unreadable, find_runs
 from env.families import FAMILIES
-from grpo.compare import model_name
 from grpo.config import UsageError
+from grpo.hints import model_name
 from scenarios.generator import DIFFICULTIES, HELD_OUT_SEEDS, generate
 
 ANY = "any"

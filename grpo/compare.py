@@ -273,13 +273,7 @@ def _common_rubric(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 def names_of(reports: Sequence[Mapping[str, Any]], paths: Sequence[Path] | None = None) -> list[str]:
     """Short, distinct names: the model's; where two are the same, the file's (`beta0/eval_after`), else a number."""
-    names = [model_name(report["model"]) for report in reports]
+    names = [hints.model_name(report["model"]) for report in reports]
     if paths is not None and len(set(names)) < len(names):
         names = [f"{path.absolute().parent.name}/{path.stem}" for path in paths]
     return [name if names.index(name) == i else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
-
-
-def model_name(model: str) -> str:
-    """`runs/beta0.2/final` -> beta0.2: every run's model lies in a folder called final."""
-    path = Path(model)
-    return path.parent.name if path.name == "final" and path.parent.name else path.name

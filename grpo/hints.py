@@ -1,4 +1,5 @@
-"""What may have been meant by a path or a name that is nearly right: half a sentence to end an error with, or none."""
+"""What may have been meant by a path or a name that is nearly right: half a sentence to end an error with, or none. And
+what a model is called."""
 
 from __future__ import annotations
 
@@ -59,3 +60,9 @@ def evaluation(path: Path) -> str:
     found = run_around(path)
     file = found and found / "eval_after.json"
     return f"; did you mean {file}?" if file and file.is_file() else ""
+
+
+def model_name(model: str) -> str:
+    """`runs/beta0.2/final` -> beta0.2: every run's model lies in a folder called final."""
+    path = Path(model)
+    return path.parent.name if path.name == "final" and path.parent.name else path.name
