@@ -80,8 +80,13 @@ def trained_weights(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds beside parameters, by its name there: biases of routers, for example."""
-    kept = model.state_dict().keys()
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in model.named_buffers() if name in kept}
+    # Not from `state_dict`: of a sharded model that call takes the gathered weights away again.
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[-1] not in module._non_persistent_buffers_set:
+                found[name.replace(".base_layer.", ".")] = tensor
+    return found
 
 
 def save_trained(model: torch.nn.Module, path: Path) -> None:
