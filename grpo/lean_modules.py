@@ -7,8 +7,8 @@ What autograd keeps of a layer, in floats per token of Qwen3-0.6B (D = 1024, 16 
     attention                  queries, keys, values, output                 6 x 1024
     MLP                        gate, silu(gate), up, silu(gate) * up         4 x 3072    here 2 x 3072
 
-x / rms(x), silu(gate) and its product with up are computed again instead: one elementwise pass each. The numbers are
-the model's own, to the bit; a module that gives others is left as it is.
+x / rms(x), silu(gate) and its product with up are computed again instead: one elementwise pass each. What the
+forward gives is the model's own, to the bit; a module that gives something else is left as it is.
 """
 
 from __future__ import annotations
