@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +22,8 @@ from env.families import FAMILIES
 from env.rubrics import Score, score
 from env.tools import InvalidTurn, ToolCall, parse_turn
 from scenarios.schema import Scenario
+
+T = TypeVar("T")
 
 MARKS = ("log_history.json", "completions", "rollouts", "eval_before.json")
 """A folder that holds one of these is a run; `config.json` alone may be a model's."""
@@ -141,13 +143,17 @@ def _steps(folder: Path, suffix: str) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match in names if match))
 
 
-def step_episodes(run: Run, step: int) -> tuple[Shown, ...]:
-    """The episodes of a training step, in the order of the batch. Raises Unreadable."""
-    path = run.completions(step)
+def as_it_is(read: Callable[[Path, int], T], path: Path) -> T:
+    """`read(path, when it was last changed)`, which remembers what it found. Raises Unreadable."""
     try:
-        return _step_episodes(path, path.stat().st_mtime_ns)
+        return read(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror}") from error
+
+
+def step_episodes(run: Run, step: int) -> tuple[Shown, ...]:
+    """The episodes of a training step, in the order of the batch. Raises Unreadable."""
+    return as_it_is(_step_episodes, run.completions(step))
 
 
 @lru_cache(maxsize=32)
@@ -161,11 +167,7 @@ def evaluation(run: Run, which: str) -> tuple[Shown, ...]:
 
     Raises Unreadable, also where the file is not there.
     """
-    path = run.folder / f"eval_{which}.json"
-    try:
-        return _evaluation(path, path.stat().st_mtime_ns)
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}") from error
+    return as_it_is(_evaluation, run.folder / f"eval_{which}.json")
 
 
 @lru_cache(maxsize=8)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo.loading import LOADING, import_trainer
-from demo.runs import Run, Unreadable
+from demo.runs import Run, Unreadable, as_it_is
 from demo.views import esc
 
 if TYPE_CHECKING:  # torch takes a second to import: not before somebody looks at tokens
     from grpo.data_types import Episode
-    from grpo.rollout_record import RolloutRecord
 
 COLOURS = {
     "mask": "who wrote it",
@@ -81,46 +80,34 @@ class Recorded:
 def _recorded(path: Path, changed: int) -> Recorded:
     from grpo.advantages import group_advantages
     from grpo.config import UsageError
-    from grpo.replay import replay_settings
-    from grpo.rollout_record import DamagedRecord, load
+    from grpo.replay import open_record
 
     try:
-        record: RolloutRecord = load(path)
-        settings = replay_settings(record.about["config"], "cpu")
+        _, record, settings = open_record(path, "cpu")
         advantages = group_advantages([group.rewards for group in record.groups], settings.loss.scale_rewards)
-    except DamagedRecord as error:
-        raise Unreadable(str(error)) from error
     except UsageError as error:
-        raise Unreadable(f"{path}: of another version of this program ({error})") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"{path}: says nothing usable of its step and settings ({error})") from error
+        raise Unreadable(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise Unreadable(f"{path}: damaged ({error})") from error
     episodes = [episode for group in record.groups for episode in group.episodes]
     return Recorded(episodes, [a for group in advantages for a in group], settings.model.model)
 
 
 def recorded(run: Run, step: int) -> Recorded:
     """The tokens of a step. Raises Unreadable where they were not kept, or are damaged."""
-    path = run.rollouts(step)
     if step not in run.recorded:
         kept = f"here: steps {run.recorded[0]} to {run.recorded[-1]}" if run.recorded else "here: none"
         what = f"The tokens of step {step} were not kept"
         raise Unreadable(f"{what}. A run keeps those since its oldest checkpoint; {kept}.")
     import_trainer()
-    try:
-        return _recorded(path, path.stat().st_mtime_ns)
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}") from error
+    return as_it_is(_recorded, run.rollouts(step))
 
 
 def scored(run: Run, step: int) -> Scored:
     """KL and gap of every trained token of a step; computed once. Raises Unreadable."""
-    path = run.rollouts(step)
     import_trainer()
-    try:
-        with LOADING:
-            return _scored(path, path.stat().st_mtime_ns)
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}") from error
+    with LOADING:
+        return as_it_is(_scored, run.rollouts(step))
 
 
 @lru_cache(maxsize=32)

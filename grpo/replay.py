@@ -139,18 +139,29 @@ def prepare(file: Path, device: str = "cpu", weights: str = "") -> tuple[int, Ro
 
     Raises UsageError as `replay` does.
     """
+    step, record, settings = open_record(file, device)
+    lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]
+    trainer, _ = make_trainer(settings, cast(Engine, NoEngine(max(lengths, default=0))))
+    return step, record, trainer, load_weights(trainer, file, record, weights)
+
+
+def open_record(file: Path, device: str) -> tuple[int, RolloutRecord, Config]:
+    """A record of a run's step, and the run's settings as they are on `device`.
+
+    Raises:
+        UsageError: not there, no rollout record, without a step or settings, or settings of another version.
+    """
     try:
         record = rollout_record.load(file)
-        step, settings = int(record.about["step"]), replay_settings(record.about["config"], device)
+        return int(record.about["step"]), record, replay_settings(record.about["config"], device)
     except DamagedRecord as error:
         raise UsageError(str(error)) from error
+    except UsageError as error:
+        raise UsageError(f"{file}: of another version of this program ({error})") from error
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}{hints.record(file)}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
-    lengths = [len(e.prompt_ids) + len(e.completion_ids) for group in record.groups for e in group.episodes]
-    trainer, _ = make_trainer(settings, cast(Engine, NoEngine(max(lengths, default=0))))
-    return step, record, trainer, load_weights(trainer, file, record, weights)
 
 
 def replay_settings(values: Mapping[str, Any], device: str) -> Config:
