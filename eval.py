@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -17,6 +19,7 @@ from grpo.config import RECIPES, Config, EvalConfig, UsageError, tyro_cli
 from grpo.console import counted, episode_progress, print_comparison, print_report, run_entry, user_input
 from grpo.environment import environment
 from grpo.evaluate import EVAL_SEED, evaluate_model, evaluate_policy, file_hash, spread
+from grpo.files import only_writer
 from grpo.hints import did_you_mean
 from grpo.sampling import SamplingConfig
 from scenarios.generator import HELD_OUT_FILE, held_out
@@ -95,7 +98,8 @@ def main() -> None:
     if args.compare is not None:
         compare_files(args)
     else:
-        evaluate(args)
+        with output_held(args):
+            evaluate(args)
 
 
 def check(args: Arguments) -> None:
@@ -131,10 +135,6 @@ def check(args: Arguments) -> None:
             if not path.exists():
                 raise UsageError(f"--compare {path}: No such file")
         check_writable("plot", plot_of(args), args.overwrite)
-    elif args.output is not None:
-        check_writable("output", args.output, args.overwrite)
-        if args.api_base is not None:
-            check_writable("output", partial_of(args.output), overwrite=True)
 
 
 def check_served(args: Arguments, flag: str = "--vllm-url") -> None:
@@ -187,15 +187,39 @@ def partial_of(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
+@contextlib.contextmanager
+def output_held(args: Arguments) -> Iterator[None]:
+    """Within, --output can be written, and only by this process. Raises UsageError."""
+    if args.output is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        with user_input(f"--output {args.output}"):
+            check_free("output", args.output, args.overwrite)
+            try:
+                stack.enter_context(only_writer(args.output))
+            except BlockingIOError as error:
+                raise UsageError(f"--output {args.output}: another evaluation is writing to it") from error
+        check_writable("output", args.output, args.overwrite)  # one may have ended just now
+        if args.api_base is not None:
+            check_writable("output", partial_of(args.output), overwrite=True)
+        yield
+
+
+def check_free(flag: str, path: Path, overwrite: bool) -> None:
+    """Raises UsageError where the file must not be written, or has no folder."""
+    if path.is_dir():
+        raise UsageError(f"--{flag} {path}: is a folder; give a file")
+    if path.exists() and not overwrite:
+        raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--{flag} {path}: its folder does not exist: mkdir -p {path.parent}")
+
+
 def check_writable(flag: str, path: Path, overwrite: bool) -> None:
-    """Raises UsageError where the file must not or cannot be written."""
+    """Raises UsageError where the file must not or cannot be written. No other process may be writing it."""
     with user_input(f"--{flag} {path}"):
-        if path.is_dir():
-            raise UsageError(f"--{flag} {path}: is a folder; give a file")
-        if path.exists() and not overwrite:
-            raise UsageError(f"--{flag} {path}: exists; give another name, or --overwrite to replace it")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"--{flag} {path}: its folder does not exist: mkdir -p {path.parent}")
+        check_free(flag, path, overwrite)
         probe = path.with_name(f".{path.name}.tmp")  # the name that an atomic write needs
         probe.touch()
         probe.unlink()

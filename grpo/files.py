@@ -2,13 +2,19 @@
 
 A rename within a folder is atomic, but it lasts only once the file's bytes and then the folder's entry have reached the
 disk: hence the two fsyncs, in this order.
+
+And files and folders that one process at a time writes to, by locks that end with the process that holds them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 ASIDE = ".tmp"
@@ -88,3 +94,50 @@ def sha256(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file or folder for as long as it is open here; False where another process has it.
+
+    True on a file system without locks: there nobody can be kept out.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Within, no other process gets here with `path`, which need not exist: `.NAME.lock` beside it is locked.
+
+    That file is removed at the end. A killed process leaves it behind, and unlocked.
+
+    Raises:
+        BlockingIOError: another process is at it.
+        OSError: there can be no such file.
+    """
+    beside = path.with_name(f".{path.name}.lock")
+    while True:
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not lock(descriptor):
+                raise BlockingIOError(errno.EWOULDBLOCK, "another process is writing to it", str(path))
+            if _is_at(beside, descriptor):
+                try:
+                    yield
+                finally:
+                    beside.unlink(missing_ok=True)
+                return
+            # The one before removed it between our opening and locking it: the next file of that name is another.
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Is the open file still the one that `path` names?"""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

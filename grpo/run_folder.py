@@ -14,8 +14,6 @@ wandb/, tensorboard/     with --report-to
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -30,7 +28,7 @@ from safetensors import SafetensorError
 
 from grpo import hints
 from grpo.config import Config, RunStopped, UsageError, validate
-from grpo.files import ASIDE, write_atomic
+from grpo.files import ASIDE, lock, write_atomic
 from grpo.metrics import dumps
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -107,12 +105,8 @@ def locked(folder: Path, flag: str) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{flag} {folder}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UsageError(f"{flag} {folder}: another process is at work on this run") from error
-            # A file system without locks: nobody can be kept out.
+        if not lock(descriptor):
+            raise UsageError(f"{flag} {folder}: another process is at work on this run")
         yield
     finally:
         os.close(descriptor)

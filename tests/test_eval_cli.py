@@ -1,5 +1,6 @@
 """`python eval.py`: what it accepts, what it writes, and how it says no."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import toy
 
 import eval as eval_script
 from env.families import FAMILIES
+from grpo import files
 from grpo.config import Config
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +131,54 @@ def test_an_existing_output_is_kept_unless_asked(run_eval, tmp_path):
     assert code == 2 and "out.json: exists" in err and output.read_text() == "precious"
     assert run_eval("--model", "guess", "--limit", 5, "--output", output, "--overwrite")[0] == 0
     assert json.loads(output.read_text())["n"] == 5
+
+
+def test_two_evaluations_do_not_write_to_one_output(run_eval, tmp_path):
+    output, aside = tmp_path / "out.json", tmp_path / ".out.json.tmp"
+    aside.write_text("the first one is about to rename it")
+    with files.only_writer(output):
+        for more in ([], ["--overwrite"]):
+            code, out, err = run_eval("--model", "guess", "--limit", 5, "--output", output, *more)
+            assert (code, out) == (2, "")
+            assert err == f"error: --output {output}: another evaluation is writing to it\n"
+        assert aside.exists() and not output.exists()
+        assert run_eval("--model", "guess", "--limit", 5, "--output", tmp_path / "other.json")[0] == 0
+    assert run_eval("--model", "guess", "--limit", 5, "--output", output)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "out.json"]
+
+
+def test_an_output_that_another_evaluation_has_just_written_is_kept(run_eval, tmp_path, monkeypatch):
+    """Between the first look at the name and the lock."""
+    output = tmp_path / "out.json"
+
+    @contextlib.contextmanager
+    def late(path):
+        output.write_text("precious")
+        with files.only_writer(path):
+            yield
+
+    monkeypatch.setattr("eval.only_writer", late)
+    code, _, err = run_eval("--model", "guess", "--limit", 5, "--output", output)
+    assert code == 2 and "out.json: exists" in err and output.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_not_taken_for_one(tmp_path, monkeypatch):
+    """The one before removes the file after we opened it: locked, it would keep nobody out."""
+    output, tried, real = tmp_path / "out.json", [], files.lock
+
+    def lock(descriptor):
+        if not tried:
+            (tmp_path / ".out.json.lock").unlink()
+        tried.append(descriptor)
+        return real(descriptor)
+
+    monkeypatch.setattr(files, "lock", lock)
+    with files.only_writer(output):
+        assert len(tried) == 2
+        with pytest.raises(BlockingIOError), files.only_writer(output):
+            pass
+    assert not list(tmp_path.iterdir())
 
 
 BAD = {
