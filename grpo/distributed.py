@@ -22,9 +22,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import pickle
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from grpo.config import RunStopped, UsageError
 from grpo.data_types import Group, TokenBatch
 from grpo.engines import Engine, Key, TurnOutput, TurnRequest
+from grpo.shared_errors import attempt, sendable, teller, told
 from grpo.tree_attention import Segment, TreeLayout
 from scenarios.schema import Scenario
 
@@ -49,6 +48,12 @@ PATIENCE = datetime.timedelta(minutes=30)
 
 FAILED = "grpo/failed"
 """Key in torchrun's store: the process that told of the error that ends all."""
+
+ENDED = "grpo/ended"
+"""Key in torchrun's store, with a process's number behind it: it has left a run that all leave."""
+
+LAST_WAIT = datetime.timedelta(minutes=1)
+"""How long a process that leaves waits for the others: longer than trackers may take (`trackers.FINISH_SECONDS`)."""
 
 
 def size() -> int:
@@ -74,7 +79,8 @@ def session() -> Iterator[None]:
     """A run's processes, from flags to end. Without torchrun, or with one process, it does nothing.
 
     An exception that all processes share, or that only one has, is raised in one of them; the others exit silently with
-    the same code. A process that dies takes the others with it: their connections to it break.
+    the same code. Those that share one wait for each other first: once a process has ended, torchrun kills the others,
+    and the first may be uploading still. A process that dies takes the others with it: their connections to it break.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield
@@ -89,8 +95,13 @@ def session() -> Iterator[None]:
         with open(os.devnull, "w") as nowhere:
             with contextlib.redirect_stdout(sys.stdout if number == 0 else nowhere):
                 yield
-    except (Exception, KeyboardInterrupt) as error:
-        if getattr(error, "told_by", number) != number or not _first_to_tell(store, number):
+    except BaseException as error:
+        told_by = teller(error)
+        if told_by is not None:
+            _end_together(store, number, count)
+        if not isinstance(error, (Exception, KeyboardInterrupt)):  # an exit that was asked for
+            raise
+        if told_by not in (None, number) or not _first_to_tell(store, number):
             raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
         if _connection_lost(error):
             raise RunStopped(f"process {number} of {count}: another one has died (connection lost)") from None
@@ -99,6 +110,13 @@ def session() -> Iterator[None]:
     finished.append(True)
     if "vllm" not in sys.modules:
         dist.destroy_process_group()
+
+
+def _end_together(store: Any, number: int, count: int) -> None:
+    """Wait until all processes have come here. One that does not, as it died on its way, costs a minute."""
+    with contextlib.suppress(RuntimeError):  # too late, or torchrun itself is gone
+        store.set(f"{ENDED}/{number}", "")
+        store.wait([f"{ENDED}/{each}" for each in range(count)], LAST_WAIT)
 
 
 def _first_to_tell(store: Any, number: int) -> bool:
@@ -135,12 +153,12 @@ def device(name: str) -> torch.device:
 
 def gather(function: Callable[[], T]) -> list[T]:
     """What `function()` gives in each process, in their order. What one of them raises, all raise."""
-    mine = _attempt(function)
+    mine = attempt(function)
     outcomes: list[Any] = [None] * size()
-    dist.all_gather_object(outcomes, _sendable(*mine))
+    dist.all_gather_object(outcomes, sendable(*mine))
     for number, (_, error) in enumerate(outcomes):
         if error is not None:
-            raise _told(error, mine[1], number)
+            raise told(error, number, mine[1] if number == rank() else None)
     return [value for value, _ in outcomes]
 
 
@@ -148,12 +166,12 @@ def first(function: Callable[..., T], *args: Any) -> T:
     """`function(*args)`, called in the first process alone: all get what it gives, or raise what it raises."""
     if size() == 1:
         return function(*args)
-    mine = _attempt(lambda: function(*args)) if is_first() else (None, None)
-    outcome = [_sendable(*mine)]
+    mine = attempt(lambda: function(*args)) if is_first() else (None, None)
+    outcome = [sendable(*mine)]
     dist.broadcast_object_list(outcome, src=0)
     value, error = outcome[0]
     if error is not None:
-        raise _told(error, mine[1], 0)
+        raise told(error, 0, mine[1])
     return value
 
 
@@ -190,30 +208,6 @@ def merged(metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     sums = total(torch.stack([value.double() for name, value in metrics.items() if name not in extremes]))
     found = dict(zip(extremes, largest * torch.tensor(list(extremes.values())).to(largest)))
     return found | dict(zip([name for name in metrics if name not in extremes], sums))
-
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:  # noqa: BLE001 (whatever it is, the others wait for it)
-        return None, error
-
-
-def _sendable(value: Any, error: Exception | None) -> tuple[Any, Exception | None]:
-    """An exception that does not survive pickling is sent as its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001
-        error = RuntimeError("".join(traceback.format_exception(error)))
-    return value, error
-
-
-def _told(error: Exception, own: Exception | None, number: int) -> Exception:
-    """The exception of process `number`: the original there, a copy elsewhere, which knows that it is one."""
-    if number == rank() and own is not None:
-        return own
-    error.__dict__["told_by"] = number
-    return error
 
 
 # ------------------------------------------------------------------------------------------------------ the rollouts

@@ -26,6 +26,7 @@ from grpo.invariants import BrokenInvariant, alarms, bad_steps, gap_limit
 from grpo.lora import save_trained
 from grpo.model import Policy
 from grpo.resume import say
+from grpo.shared_errors import shared
 
 FOLDER = "dumps"
 MAX_BAD_STEPS = 3
@@ -46,8 +47,8 @@ class Guard:
         try:
             yield
         except BrokenInvariant as error:
+            shared(error)
             if not distributed.is_first():
-                error.__dict__["told_by"] = 0
                 raise
             # Of several processes, each of which has a part, one alone cannot keep whole weights.
             kept = self._dump(step, error.groups, str(error), weights=distributed.size() == 1)

@@ -32,6 +32,7 @@ from grpo.reference import Reference
 from grpo.rehearsal import rehearse
 from grpo.sampling import SamplingConfig
 from grpo.saver import Saver
+from grpo.shared_errors import shared
 from grpo.signals import Signals
 from grpo.trackers import Trackers, require_installed, tracking
 from grpo.trainer import StepResult, Trainer
@@ -162,12 +163,12 @@ def run_steps(
                 if step == total or stopped or interrupted or saver.due(step):
                     saver.checkpoint(step)
             if stopped:
-                raise stopped
+                raise shared(stopped)
             if interrupted:
                 break
     if any_received(signals):
         print(f"\nto continue: python train.py --resume {folder}")
-        raise SystemExit(signals.exit_code)
+        raise shared(SystemExit(signals.exit_code))
     return history
 
 

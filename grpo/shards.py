@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo import distributed
 from grpo.files import sha256
 from grpo.lora import trained_weights
+from grpo.shared_errors import shared
 
 Moments = dict[int, dict[str, torch.Tensor]]
 
@@ -93,4 +94,4 @@ def _one_error() -> Iterator[None]:
     except CheckpointException as error:
         number, (cause, _) = min(error.failures.items())
         text = f"process {number} of {distributed.size()}: {cause}"
-        raise OSError(getattr(cause, "errno", None) or errno.EIO, text) from error
+        raise shared(OSError(getattr(cause, "errno", None) or errno.EIO, text)) from error
