@@ -65,65 +65,16 @@ def make_page(root: Path, model: str) -> gr.Blocks:
         step, episode, talk, side, by, token_view, view, tokens_tab, talk_tab = episodes
         shown = [step, episode, talk, side]
 
-        def open_page() -> tuple:
-            try:
-                runs = find_runs(root)
-            except Unreadable as error:
-                runs, text = [], views.notice(str(error), "error")
-            else:
-                text = views.notice(NO_RUNS.format(root))
-            choices = [(f"{each.name} · {views.count(len(each.steps), 'step')}", each.name) for each in runs]
-            if not runs:
-                hidden = gr.update(visible=False)
-                return gr.Tabs(selected="live"), hidden, hidden, hidden, text, ""
-            first = next((each for each in runs if each.steps), runs[0])
-            return gr.Tabs(), gr.Dropdown(choices=choices, value=first.name, visible=True), *open_run(first.name)
-
-        def open_run(name: str) -> tuple:
-            chosen = _find(root, name)
-            first = chosen.first_choice
-            if first is None:
-                hidden = gr.update(visible=False)
-                return hidden, hidden, views.notice(f"{chosen.name} has no finished step yet."), ""
-            slider = gr.Slider(
-                minimum=chosen.steps[0], maximum=max(chosen.steps[-1], chosen.steps[0] + 1), value=first, visible=True
-            )
-            return slider, *open_step(name, first)
-
-        def open_step(name: str, number: float) -> tuple:
-            try:
-                batch = step_episodes(_find(root, name), int(number))
-            except Unreadable as error:
-                return gr.update(visible=False), views.notice(str(error), "error"), ""
-            if not batch:
-                return gr.update(visible=False), views.notice(f"Step {int(number)} holds no episodes."), ""
-            chosen = most_telling(batch)
-            choices = [(views.label(each), i) for i, each in enumerate(batch)]
-            return gr.Dropdown(choices=choices, value=chosen, visible=True), *open_episode(name, number, chosen)
-
-        def open_episode(name: str, number: float, index: int) -> tuple[str, str]:
-            try:
-                batch = step_episodes(_find(root, name), int(number))
-            except Unreadable as error:
-                return views.notice(str(error), "error"), ""
-            return _episode(batch, index)
-
-        def show_tokens(where: str, name: str, number: float, index: int | None, colour: str) -> Iterator[Any]:
-            if where != "tokens" or name is None or index is None:
-                yield gr.skip()
-                return
-            yield from _token_views(_find(root, name), int(number), index, colour)
-
-        token_inputs = [view, run, step, episode, by]
-        loaded = page.load(open_page, None, [tabs, run, *shown], show_progress="hidden")
-        chosen = run.input(open_run, run, shown, show_progress="hidden")
-        moved = step.input(open_step, [run, step], shown[1:], show_progress="hidden", trigger_mode="always_last")
-        picked = episode.input(open_episode, [run, step, episode], shown[2:], show_progress="hidden")
+        choose, token_inputs = _Chosen(root), [view, run, step, episode, by]
+        loaded = page.load(choose.open_page, None, [tabs, run, *shown], show_progress="hidden")
+        chosen = run.input(choose.open_run, run, shown, show_progress="hidden")
+        moved = step.input(choose.open_step, [run, step], shown[1:], show_progress="hidden", trigger_mode="always_last")
+        picked = episode.input(choose.open_episode, [run, step, episode], shown[2:], show_progress="hidden")
         looked = tokens_tab.select(lambda: "tokens", None, view)
         talk_tab.select(lambda: "talk", None, view)
         for event in (chosen, moved, picked, looked):
-            event.then(show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
-        by.input(show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
+            event.then(choose.show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
+        by.input(choose.show_tokens, token_inputs, token_view, show_progress="minimal", concurrency_id="torch")
         loaded.then(live.warm_up, models, None, show_progress="hidden")
         # The other tabs are filled when somebody looks at them: they read more, and import torch.
         for event in (versus_tab.select, chosen.then):
@@ -131,6 +82,67 @@ def make_page(root: Path, model: str) -> gr.Blocks:
         for event in (curves_tab.select, chosen.then):
             event(curve.open, run, curve.outputs, show_progress="minimal")
     return page
+
+
+class _Chosen:
+    """What follows from which choice in the first tab: each method fills what depends on the one before it."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def open_page(self) -> tuple:
+        """The tabs, the choice of a run, and all of the newest run that has steps."""
+        try:
+            runs = find_runs(self.root)
+        except Unreadable as error:
+            runs, text = [], views.notice(str(error), "error")
+        else:
+            text = views.notice(NO_RUNS.format(self.root))
+        choices = [(f"{each.name} · {views.count(len(each.steps), 'step')}", each.name) for each in runs]
+        if not runs:
+            hidden = gr.update(visible=False)
+            return gr.Tabs(selected="live"), hidden, hidden, hidden, text, ""
+        first = next((each for each in runs if each.steps), runs[0])
+        return gr.Tabs(), gr.Dropdown(choices=choices, value=first.name, visible=True), *self.open_run(first.name)
+
+    def open_run(self, name: str) -> tuple:
+        """Its slider of steps, and the step worth looking at first."""
+        chosen = _find(self.root, name)
+        first = chosen.first_choice
+        if first is None:
+            hidden = gr.update(visible=False)
+            return hidden, hidden, views.notice(f"{chosen.name} has no finished step yet."), ""
+        slider = gr.Slider(
+            minimum=chosen.steps[0], maximum=max(chosen.steps[-1], chosen.steps[0] + 1), value=first, visible=True
+        )
+        return slider, *self.open_step(name, first)
+
+    def open_step(self, name: str, number: float) -> tuple:
+        """The choice of an episode, and the most telling one."""
+        try:
+            batch = step_episodes(_find(self.root, name), int(number))
+        except Unreadable as error:
+            return gr.update(visible=False), views.notice(str(error), "error"), ""
+        if not batch:
+            return gr.update(visible=False), views.notice(f"Step {int(number)} holds no episodes."), ""
+        chosen = most_telling(batch)
+        choices = [(views.label(each), i) for i, each in enumerate(batch)]
+        return gr.Dropdown(choices=choices, value=chosen, visible=True), *self.open_episode(name, number, chosen)
+
+    def open_episode(self, name: str, number: float, index: int) -> tuple[str, str]:
+        """The conversation, and beside it scores and profile."""
+        try:
+            batch = step_episodes(_find(self.root, name), int(number))
+        except Unreadable as error:
+            return views.notice(str(error), "error"), ""
+        return _episode(batch, index)
+
+    def show_tokens(self, where: str, name: str, number: float, index: int | None, colour: str) -> Iterator[Any]:
+        """The token view, where it is looked at."""
+        if where != "tokens" or name is None or index is None:
+            yield gr.skip()
+            return
+        yield from _token_views(_find(self.root, name), int(number), index, colour)
 
 
 def _find(root: Path, name: str) -> Run:
@@ -346,4 +358,3 @@ def _drawn(histories: dict[str, list[dict]], metric: str, known: bool) -> Any:
         curves.table(histories, metric), title=metric, x="step", y="value", color="run", color_map=colours,
         colors_in_legend=list(colours) if len(colours) > 1 else [], y_title=" ", x_title="step", visible=True,
     )  # fmt: skip
-

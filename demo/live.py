@@ -97,67 +97,67 @@ def _agent(models: gr.Dropdown) -> None:
         result = gr.HTML(min_width=300, elem_id="result")
         rival = gr.HTML(min_width=300, elem_id="rival")
 
-    def start(family: str, difficulty: str) -> tuple:
-        seed = HELD_OUT_SEEDS.stop + random.randrange(10**9)  # none that evaluations use
-        scenario = generate(seed, *(None if value == ANY else value for value in (difficulty, family)))
-        playing = chat.AgentGame(scenario)
-        names = FAMILIES[scenario.family].fields
-        boxes = [_box(name, name in scenario.required_keys) for name in names]
-        boxes += [gr.Textbox(visible=False, value="")] * (MOST_FIELDS - len(boxes))
-        shown, there = playing.shown(), gr.update(visible=True)
-        return playing, views.heading(shown), _agent_talk(playing), there, "", there, *boxes, "", ""
-
-    def play_on(playing: chat.AgentGame, model: str) -> Iterator[tuple]:
-        """What follows a turn: the conversation, and after the last one the score and the model's own try."""
-        there = gr.update(visible=not playing.over)
-        common = (playing, _agent_talk(playing), there, "", there)
-        if not playing.over:
-            yield *common, "", ""
-            return
-        result = '<div class="title">You</div>' + views.scores(playing.shown()) + views.profile(playing.shown())
-        yield *common, result, views.notice(f"{model} plays the same scenario ...", "wait")
-        try:
-            played = chat.model_plays(chat.load(model), playing.env.scenario)
-        except UsageError as error:
-            yield *common, result, views.notice(str(error), "error")
-            return
-        title = f'<div class="title">{views.esc(model_name(model))} on the same scenario</div>'
-        yield *common, result, title + views.scores(played) + views.conversation(played)
-
-    def on_ask(playing: chat.AgentGame | None, text: str, model: str) -> Iterator[tuple]:
-        line = chat.said(text)
-        if playing is None or playing.over or not line:
-            yield (gr.skip(),) * 7
-            return
-        playing.ask(line)
-        yield from play_on(playing, model)
-
-    def on_propose(playing: chat.AgentGame | None, model: str, *values: str) -> Iterator[tuple]:
-        if playing is None or playing.over:
-            yield (gr.skip(),) * 7
-            return
-        plan = {name: chat.said(text) for name, text in zip(FAMILIES[playing.env.scenario.family].fields, values)}
-        if not any(plan.values()):
-            gr.Info("Fill in at least one field of the plan.")
-            yield (gr.skip(),) * 7
-            return
-        playing.propose(plan)
-        yield from play_on(playing, model)
-
     outputs = [game, talk, asking, question, planning, result, rival]
-    new.click(
-        start, [family, difficulty], [game, head, talk, asking, question, planning, *fields, result, rival],
-        show_progress="hidden",
-    )  # fmt: skip
-    for event in (ask.click, question.submit):
-        event(on_ask, [game, question, models], outputs, show_progress="hidden")
-    propose.click(on_propose, [game, models, *fields], outputs, show_progress="hidden")
     page = gr.context.Context.root_block
     assert page  # this is called inside it
     gr.on(
-        [page.load], start, [family, difficulty],
+        [new.click, page.load], _start, [family, difficulty],
         [game, head, talk, asking, question, planning, *fields, result, rival], show_progress="hidden",
     )  # fmt: skip
+    for event in (ask.click, question.submit):
+        event(_on_ask, [game, question, models], outputs, show_progress="hidden")
+    propose.click(_on_propose, [game, models, *fields], outputs, show_progress="hidden")
+
+
+def _start(family: str, difficulty: str) -> tuple:
+    seed = HELD_OUT_SEEDS.stop + random.randrange(10**9)  # none that evaluations use
+    scenario = generate(seed, *(None if value == ANY else value for value in (difficulty, family)))
+    playing = chat.AgentGame(scenario)
+    names = FAMILIES[scenario.family].fields
+    boxes = [_box(name, name in scenario.required_keys) for name in names]
+    boxes += [gr.Textbox(visible=False, value="")] * (MOST_FIELDS - len(boxes))
+    shown, there = playing.shown(), gr.update(visible=True)
+    return playing, views.heading(shown), _agent_talk(playing), there, "", there, *boxes, "", ""
+
+
+def _play_on(playing: chat.AgentGame, model: str) -> Iterator[tuple]:
+    """What follows a turn: the conversation, and after the last one the score and the model's own try."""
+    there = gr.update(visible=not playing.over)
+    common = (playing, _agent_talk(playing), there, "", there)
+    if not playing.over:
+        yield *common, "", ""
+        return
+    result = '<div class="title">You</div>' + views.scores(playing.shown()) + views.profile(playing.shown())
+    yield *common, result, views.notice(f"{model} plays the same scenario ...", "wait")
+    try:
+        played = chat.model_plays(chat.load(model), playing.env.scenario)
+    except UsageError as error:
+        yield *common, result, views.notice(str(error), "error")
+        return
+    title = f'<div class="title">{views.esc(model_name(model))} on the same scenario</div>'
+    yield *common, result, title + views.scores(played) + views.conversation(played)
+
+
+def _on_ask(playing: chat.AgentGame | None, text: str, model: str) -> Iterator[tuple]:
+    line = chat.said(text)
+    if playing is None or playing.over or not line:
+        yield (gr.skip(),) * 7
+        return
+    playing.ask(line)
+    yield from _play_on(playing, model)
+
+
+def _on_propose(playing: chat.AgentGame | None, model: str, *values: str) -> Iterator[tuple]:
+    if playing is None or playing.over:
+        yield (gr.skip(),) * 7
+        return
+    plan = {name: chat.said(text) for name, text in zip(FAMILIES[playing.env.scenario.family].fields, values)}
+    if not any(plan.values()):
+        gr.Info("Fill in at least one field of the plan.")
+        yield (gr.skip(),) * 7
+        return
+    playing.propose(plan)
+    yield from _play_on(playing, model)
 
 
 def _box(name: str, required: bool) -> Any:
