@@ -131,12 +131,16 @@ def verify(checkpoint: Path) -> None:
         raise Damaged(f"{checkpoint} is damaged ({MANIFEST}: not a manifest)") from error
     for name, (length, digest) in expected.items():
         path = checkpoint / name
-        if not path.is_file():
-            raise Damaged(f"{checkpoint} is damaged ({name} is missing)")
-        if path.stat().st_size != length:
-            raise Damaged(f"{checkpoint} is damaged ({name}: {path.stat().st_size} bytes, {length} were written)")
-        if sha256(path) != digest:
-            raise Damaged(f"{checkpoint} is damaged ({name}: other bytes than were written)")
+        try:
+            found = path.stat().st_size
+            if found != length:
+                raise Damaged(f"{checkpoint} is damaged ({name}: {found} bytes, {length} were written)")
+            if sha256(path) != digest:
+                raise Damaged(f"{checkpoint} is damaged ({name}: other bytes than were written)")
+        except FileNotFoundError as error:
+            raise Damaged(f"{checkpoint} is damaged ({name} is missing)") from error
+        except OSError as error:  # of the disk
+            raise Damaged(f"{checkpoint} is damaged ({name}: {error.strerror})") from error
 
 
 def read_progress(checkpoint: Path) -> Progress:

@@ -123,6 +123,23 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, nam
     assert name in problems[0] or (name, harm) == ("manifest.json", flip)  # then a file differs from what it says
 
 
+def test_a_file_that_the_disk_does_not_give_back_is_damaged_too(tmp_path, monkeypatch):
+    model, optimizer = make_model()
+    for step in (2, 4):
+        save(tmp_path, step, model, optimizer)
+    real = checkpoint.sha256
+
+    def sha256(path):
+        if path.parent.name == "step-000004" and path.name == "optimizer.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "sha256", sha256)
+    found, _, problems = whole(tmp_path)
+    assert found.name == "step-000002"
+    assert problems == [f"{tmp_path}/checkpoints/step-000004 is damaged (optimizer.safetensors: Input/output error)"]
+
+
 def test_a_damaged_checkpoint_never_counts_as_one_that_is_kept(tmp_path):
     model, optimizer = make_model()
     for step in (2, 4):
