@@ -45,6 +45,7 @@ RUBRIC_PARTS = {
 }
 
 RESAMPLES = 10_000
+DRAWN_AT_ONCE = 1_000_000
 
 
 # --------------------------------------------------------------------------------------------------------- intervals
@@ -63,8 +64,12 @@ def bootstrap_means(values: Sequence[float], clusters: Sequence[Any]) -> np.ndar
     of = np.array([index[name] for name in clusters])  # [n]
     sums = np.bincount(of, weights=np.asarray(values, dtype=float), minlength=len(names))  # [clusters]
     sizes = np.bincount(of, minlength=len(names))  # [clusters]
-    drawn = np.random.default_rng(0).integers(0, len(names), (RESAMPLES, len(names)))
-    return sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    rng, means, rows = np.random.default_rng(0), np.empty(RESAMPLES), max(1, DRAWN_AT_ONCE // len(names))
+    for start in range(0, RESAMPLES, rows):  # all at once would be gigabytes for thousands of scenarios
+        part = means[start : start + rows]
+        drawn = rng.integers(0, len(names), (len(part), len(names)))
+        part[:] = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    return means
 
 
 def bootstrap_interval(values: Sequence[float], clusters: Sequence[Any], level: float = 0.95) -> list[float] | None:

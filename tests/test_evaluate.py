@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from grpo.evaluate import (
     EVAL_SEED,
     RUBRIC_PARTS,
     bootstrap_interval,
+    bootstrap_means,
     evaluate_model,
     evaluate_policy,
     report,
@@ -170,6 +172,16 @@ def test_bootstrap_interval_is_deterministic_and_near_the_normal_one():
     assert interval == bootstrap_interval(values, range(400))
     half = 1.96 * np.std(values) / 20
     assert interval == pytest.approx([np.mean(values) - half, np.mean(values) + half], abs=0.15 * half)
+
+
+def test_bootstrap_of_many_scenarios_takes_little_memory_and_is_what_one_draw_gives():
+    values = np.random.default_rng(1).random(1500)
+    tracemalloc.start()
+    means = bootstrap_means(values, range(1500))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    drawn = np.random.default_rng(0).integers(0, 1500, (10_000, 1500))
+    assert np.array_equal(means, values[drawn].sum(axis=1) / 1500) and peak < drawn.nbytes / 3
 
 
 def test_bootstrap_interval_covers_the_true_mean():
