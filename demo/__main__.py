@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from demo import INSTALL
 from demo.runs import Unreadable, find_runs
+from env.address import check_address
 from grpo.config import UsageError, tyro_cli
-from grpo.console import run_entry
+from grpo.console import run_entry, user_input
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,8 @@ def check(args: Arguments) -> None:
     except Unreadable as error:
         raise UsageError(f"--runs {error}") from error
     check_model(args.model)
-    if not 1 <= args.port <= 65535:
-        raise UsageError(f"--port {args.port}: must be from 1 to 65535")
-    try:
-        family = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((args.host, args.port))
-    except OSError as error:
-        raise UsageError(f"--host {args.host} --port {args.port}: {error.strerror}") from error
+    with user_input():
+        check_address(args.host, args.port)
 
 
 def check_model(model: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import socket
 import sys
 
+from env.address import check_address
 from env.server import INSTALL, VERSION
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,20 +36,12 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError in one line: a missing package, a value that cannot be, an address that is taken."""
     if importlib.util.find_spec("openenv") is None:
         raise ValueError(f"the package openenv is missing: {INSTALL}")
-    if not 1 <= options.port <= 65535:
-        raise ValueError(f"--port {options.port}: must be from 1 to 65535")
     for name in ("max_sessions", "max_message_kib"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     if not 0 < options.idle_minutes < float("inf"):
         raise ValueError(f"--idle-minutes {options.idle_minutes:g}: must be a number above 0")
-    try:
-        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((options.host, options.port))
-    except OSError as error:
-        raise ValueError(f"--host {options.host} --port {options.port}: {error.strerror}") from None
+    check_address(options.host, options.port)
 
 
 def _options(args: list[str] | None) -> argparse.Namespace:
