@@ -84,11 +84,6 @@ def is_time(key: str) -> bool:
     return key == "step_time" or key.startswith("time/")
 
 
-def is_documented(key: str) -> bool:
-    """True where `METRICS` explains the key; `time/<phase>` is seconds of that phase of the step."""
-    return key in METRICS or key.startswith("time/")
-
-
 def without_times(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows less everything that depends on the clock: equal for two runs with the same seed on one machine."""
     return [{key: value for key, value in row.items() if not is_time(key)} for row in rows]

@@ -19,8 +19,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from env.clarify import StopReason
 from grpo.files import write_atomic
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F",
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F",
 )  # fmt: skip
 
 STOP_COLOURS = {
