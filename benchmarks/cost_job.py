@@ -22,7 +22,6 @@ from cost_model import (
     Work,
     adamw_seconds,
     decode_seconds,
-    kept_bytes,
     prefill_seconds,
     reference_seconds,
     update_seconds,
@@ -133,7 +132,7 @@ def memory(job: Job, tp: int = 1, checkpointing: bool = False) -> Memory:
     return Memory(
         state=16 * shape.parameters / gpus,
         reference=4 * shape.parameters / gpus * job.reference,
-        activations=largest * kept_bytes(shape, checkpointing),
+        activations=largest * shape.size.activation_bytes_per_token(checkpointing),
         whole=0.0 if gpus == 1 or job.lean else 4 * shape.parameters,
         copies=copies,
         sampler=shape.parameters * 2 / tp + WORKING_BYTES,

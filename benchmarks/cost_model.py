@@ -23,7 +23,7 @@ from cost_machines import Machine
 from grpo.engines.vllm_memory import ModelSize
 
 ATTENTION_BACKWARD = 2.5  # backward / forward: five products of queries and keys (flash recomputes one) against two
-ELEMENTWISE_FORWARD, ELEMENTWISE_BACKWARD = 2, 3  # passes over what a layer keeps: written, read; read twice, written
+ELEMENTWISE_FORWARD, ELEMENTWISE_BACKWARD = 2, 3  # passes over what a layer makes: written, read; read twice, written
 ADAMW_BYTES = 32  # a parameter, float32: weight, gradient and two moments read, three written; the norm reads once more
 
 
@@ -181,9 +181,13 @@ def head_flops(shape: Shape, trained: float, gemms: int) -> float:
     return gemms * 2 * shape.head * trained
 
 
-def kept_bytes(shape: Shape, checkpointing: bool = False) -> int:
-    """Of one token, for the backward pass."""
-    return shape.size.activation_bytes_per_token(checkpointing)
+def made_bytes(shape: Shape) -> int:
+    """What the layers' elementwise operations make of one token, in bytes, whether it is kept or made again.
+
+    Per layer two norms of the residual stream in float32 with their 16-bit results (32 D); queries and keys before and
+    after norm and rotation, values, attention's output (20 each); gate, up, activation and their product (10).
+    """
+    return shape.layers * (32 * shape.hidden + 20 * (shape.query + shape.key) + 10 * shape.mlp)
 
 
 def head_seconds(shape: Shape, machine: Machine, trained: float, gemms: int) -> float:
@@ -192,7 +196,7 @@ def head_seconds(shape: Shape, machine: Machine, trained: float, gemms: int) -> 
 
 
 def forward_seconds(shape: Shape, machine: Machine, tokens: float, pairs: float) -> float:
-    moved = ELEMENTWISE_FORWARD * tokens * kept_bytes(shape)
+    moved = ELEMENTWISE_FORWARD * tokens * made_bytes(shape)
     computed = sum(layers_flops(shape, tokens, pairs)) / machine.flops
     return computed + moved / machine.bandwidth + shape.layers * machine.layer_seconds
 
@@ -208,7 +212,7 @@ def update_seconds(shape: Shape, machine: Machine, load: Work, checkpointing: bo
     """Forward and backward of the layers and the head's three GEMMs; the optimiser is apart."""
     gemm, attention = layers_flops(shape, load.unique, load.pairs)
     backward = (2 * gemm + ATTENTION_BACKWARD * attention) / machine.flops
-    backward += ELEMENTWISE_BACKWARD * load.unique * kept_bytes(shape) / machine.bandwidth
+    backward += ELEMENTWISE_BACKWARD * load.unique * made_bytes(shape) / machine.bandwidth
     forward = forward_seconds(shape, machine, load.unique, load.pairs)
     extra = (load.microbatches * 3 - 1) * shape.layers * machine.layer_seconds
     return (2 if checkpointing else 1) * forward + backward + extra + head_seconds(shape, machine, load.trained, 3)

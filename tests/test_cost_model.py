@@ -80,13 +80,14 @@ def test_flops_by_hand():
 def test_phases_by_hand():
     """1000 FLOP/s, 100 bytes/s."""
     load = Work(unique=10, pairs=100, reference=6, reference_pairs=80, prompts=4, trained=5)
-    kept = cost_model.kept_bytes(SMALL)
-    reference = (2 * 1536 * 6 + 4 * 2 * 16 * 80 + 2 * 256 * 5) / 1e3 + 2 * 6 * kept / 1e2
+    made = cost_model.made_bytes(SMALL)
+    assert made == 2 * (32 * 8 + 20 * (16 + 8) + 10 * 16)
+    reference = (2 * 1536 * 6 + 4 * 2 * 16 * 80 + 2 * 256 * 5) / 1e3 + 2 * 6 * made / 1e2
     assert cost_model.reference_seconds(SMALL, PLAIN, load) == pytest.approx(reference)
     gemms, attention = 2 * 1536 * 10, 4 * 2 * 16 * 100
-    update = (3 * gemms + 3.5 * attention + 6 * 256 * 5) / 1e3 + 5 * 10 * kept / 1e2
+    update = (3 * gemms + 3.5 * attention + 6 * 256 * 5) / 1e3 + 5 * 10 * made / 1e2
     assert cost_model.update_seconds(SMALL, PLAIN, load) == pytest.approx(update)
-    again = (gemms + attention) / 1e3 + 2 * 10 * kept / 1e2
+    again = (gemms + attention) / 1e3 + 2 * 10 * made / 1e2
     assert cost_model.update_seconds(SMALL, PLAIN, load, True) == pytest.approx(update + again)
     assert cost_model.adamw_seconds(SMALL, PLAIN, gpus=4) == pytest.approx(32 * SMALL.parameters / 4 / 1e2)
     # launches: a layer's once in a forward, twice in a backward, for each microbatch
@@ -329,9 +330,11 @@ def test_what_the_page_says_between_its_tables(machine):
     assert fits == {"8B": True, "14B": False} and "between 8B and 14B" in text
     for model in cost_report.MODELS:
         step = cost_job.step(cost_report.weak(model, 64))
-        assert (step.rollout > step.seconds / 2) == (model in ("1.7B", "4B"))
+        assert (step.rollout > step.seconds / 2) == (model in ("1.7B", "4B", "8B"))
         assert (step.update > step.seconds / 2) == (model in ("32B", "70B"))
         assert step.waiting < 0.02 * step.seconds
+    fewer = cost_job.step(cost_report.weak("8B", 8))
+    assert f"8B on 8 GPUs, which computes activations again: {100 * fewer.rollout / fewer.seconds:.0f} %" in text
 
 
 def test_the_page_links_lead_somewhere():

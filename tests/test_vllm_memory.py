@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo import run
 from grpo.config import Config, UsageError
 from grpo.engines.vllm_memory import GIB, USABLE, ModelSize, cpu_plan, gpu_plan, make_plan
+from grpo.lean_modules import keep_less
+from grpo.tree_attention import ATTENTION_NAME, Segment, TreeLayout
 from tests import toy
 
 # Published configurations: parameters (tied head once), layers, hidden, query, key and MLP widths.
@@ -36,8 +39,9 @@ def plan(card, model, **options):
         (80, "1.7B", dict(checkpointing=True), 0),
         (80, "4B", dict(reference=False, checkpointing=True), 2),
         (141, "1.7B", dict(), 0),
-        (141, "4B", dict(), 2),
-        (141, "4B", dict(checkpointing=True), 0),
+        (125, "4B", dict(), 2),
+        (141, "4B", dict(), 0),
+        (125, "4B", dict(checkpointing=True), 0),
     ],
 )
 def test_sleep_level_by_memory(card, model, options, level):
@@ -98,7 +102,7 @@ def test_the_share_is_what_the_recipe_needs_and_not_the_whole_card():
 
 def test_the_users_share_is_taken_or_refused():
     assert plan(80, "1.7B", gpu_memory=0.3).gpu_memory == 0.3
-    assert plan(80, "1.7B", gpu_memory=0.3).sleep_level == 2
+    assert (plan(80, "1.7B", gpu_memory=0.3).sleep_level, plan(80, "1.7B", gpu_memory=0.4).sleep_level) == (0, 2)
     with pytest.raises(UsageError, match="--gpu-memory 0.8"):
         plan(80, "1.7B", gpu_memory=0.8)
     with pytest.raises(UsageError, match="--gpu-memory 0.01"):
@@ -106,8 +110,72 @@ def test_the_users_share_is_taken_or_refused():
 
 
 def test_an_update_that_may_not_fit_is_said():
-    assert "--microbatch-tokens" in plan(40, "1.7B").describe()
-    assert "--microbatch-tokens" not in plan(40, "1.7B", checkpointing=True).describe()
+    assert "--microbatch-tokens" in plan(44, "1.7B").describe()
+    assert "--microbatch-tokens" not in plan(44, "1.7B", checkpointing=True).describe()
+
+
+def kept(layers, tokens, dtype):
+    """Bytes that a forward of a small Qwen3 keeps for its backward pass: of tokens, and copies of weights."""
+    config = Qwen3Config(
+        vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, attn_implementation=ATTENTION_NAME,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    assert keep_less(model) == 5 * layers + 1
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}  # alive, so that no address comes twice
+
+    def keep(tensor):
+        if (where := tensor.untyped_storage().data_ptr()) not in weights:
+            saved.setdefault(where, tensor)
+        return tensor
+
+    row = torch.arange(tokens)[None] % 50
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        model.model(input_ids=row, position_ids=row, use_cache=False, tree_layout=TreeLayout([Segment(tokens, -1)]))
+    of_tokens, copies = 0, 0
+    for tensor in saved.values():
+        size = tensor.untyped_storage().nbytes()
+        of_tokens, copies = (of_tokens + size, copies) if tokens in tensor.shape else (of_tokens, copies + size)
+    return of_tokens, copies, config, sum(p.numel() for p in model.model.layers.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_what_autograd_keeps(dtype):
+    (one, *_), (two, copies, config, parameters) = kept(1, 70, dtype), kept(2, 70, dtype)
+    # Of each norm and of attention one float32 number: two a token, two a head of queries, one a head of keys.
+    statistics = 4 * (2 + 2 * 6 + 2)
+    size = ModelSize.of(config, parameters)
+    assert (two - one) / 70 == size.activation_bytes_per_token(False, dtype) / 2 + statistics
+    checkpointed = size.activation_bytes_per_token(True, dtype)
+    assert checkpointed == size.activation_bytes_per_token(False, dtype) / 2 + 2 * 4 * 64
+    # When the forward has ended; until then the cast weight of the MLP's last layer is there too.
+    vectors, down = 2 * (2 * 64 + 2 * 16), 2 * 64 * 96
+    there = 0 if dtype == torch.float32 else 2 * (parameters - vectors - down)
+    assert copies == there <= size.copy_bytes(dtype) <= 2 * parameters
+
+
+def test_an_update_needs_copies_of_the_weights():
+    """Just enough for the update, and 1 % of the copies less."""
+    size, needs = QWEN3["0.6B"], 20 * QWEN3["0.6B"].parameters
+    needs += RUN4["update_tokens"] * size.activation_bytes_per_token(False) + 2 * size.parameters + GIB
+    for spare, said in ((2**20, False), (-0.02 * size.parameters, True)):
+        card = (needs + spare) / USABLE / GIB
+        assert ("the update may not fit" in plan(card, "0.6B").describe()) == said
+    assert "the update may not fit" not in plan(card, "0.6B", trained=0).describe()
+
+
+def test_of_several_processes_whole_weights_are_there_before_the_update_or_behind_it():
+    """They count against vLLM's share, and against the update only where they are more than it needs."""
+    size = QWEN3["4B"]
+    state = 20 * size.parameters // 8
+    few, many = (plan(141, "4B", processes=8, update_tokens=tokens) for tokens in (1, 8192))
+    update = 2 * size.parameters + 8192 * size.activation_bytes_per_token(False)
+    assert update > 4 * size.parameters
+    for chosen, most in ((few, 4 * size.parameters), (many, update)):
+        together = state + most + chosen.gpu_memory * 141 * GIB
+        assert f"need about {together / GIB:.0f} GiB of 141" in chosen.describe()
 
 
 def test_on_a_cpu_the_cache_holds_every_episode():

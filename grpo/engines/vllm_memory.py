@@ -1,12 +1,12 @@
 """How much of a card vLLM gets beside the trainer: pure arithmetic on bytes, before anything is allocated.
 
 N parameters cost the trainer 4 N bytes in float32, and 12 bytes more for each one that is trained: its gradient and two
-moments of AdamW (6 with `adamw8bit`). The reference costs 4 N more, unless it is the base under LoRA adapters. What an
-update needs on top is estimated per token and layer (`activation_bytes_per_token`). vLLM needs a copy of the weights in
-its own type and a KV cache.
+moments of AdamW (6 with `adamw8bit`). The reference costs 4 N more, unless it is the base under LoRA adapters. An
+update needs the 16-bit copies of weights that autocast makes, 2 N, and activations (`activation_bytes_per_token`).
+vLLM needs a copy of the weights in its own type and a KV cache.
 
     rollout   trainer's weights, gradients, moments | reference | vLLM: weights, KV cache, working memory
-    update    the same                              | reference | activations of the largest microbatch
+    update    the same                              | reference | copies, activations of the largest microbatch
 
 Where the card has room for all of this at once, vLLM stays as it is between rollouts (level 0). Where it has not, vLLM
 drops its weights and its KV cache before each update (vLLM's sleep level 2) and gets the weights again afterwards.
@@ -77,15 +77,31 @@ class ModelSize:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.key * dtype.itemsize
 
-    def activation_bytes_per_token(self, checkpointing: bool) -> int:
-        """What the backward pass of one token needs, bfloat16 through autocast with float32 residuals.
+    def activation_bytes_per_token(self, checkpointing: bool, dtype: torch.dtype = torch.bfloat16) -> int:
+        """What is kept of one token for the backward pass, by the modules of `grpo.lean_modules` and
+        `grpo.tree_attention`, computing in `dtype`.
 
-        Per layer: two norms of the residual stream, kept in float32 with their 16-bit results (32 D); queries and keys
-        before and after norm and rotation, values, the attention's output (20 each); gate, up, activation and their
-        product (10). With checkpointing one residual per layer, and one layer at a time in full.
+        Per layer, in numbers of D, Q, K and M (hidden, query, key and MLP width):
+
+            two norms              their inputs, the residual stream in float32                          2 D
+            q, k, v, gate and up   what they read; autocast casts it for each of them, in float32 there  5 D (2 D)
+                                   are two results of norms
+            queries                before their norm, rotated, and attention's output                    3 Q
+            keys, values           keys before their norm, rotated, and values                           3 K
+            MLP                    gate and up                                                           2 M
+
+        With checkpointing one residual per layer, and one layer at a time in full. Left out: a norm's or a softmax's
+        one number a head; on a GPU the keys and values of a prompt, copied for each completion behind it (4 K more
+        where they are as long); gradients, of which one layer's are there at a time.
         """
-        layer = 32 * self.hidden + 20 * (self.query + self.key) + 10 * self.mlp
+        size = dtype.itemsize
+        read = 2 if dtype == torch.float32 else 5
+        layer = (8 + size * read) * self.hidden + 3 * size * (self.query + self.key) + 2 * size * self.mlp
         return 4 * self.hidden * self.layers + layer if checkpointing else layer * self.layers
+
+    def copy_bytes(self, dtype: torch.dtype) -> int:
+        """Weights in the type that an update computes in: autocast keeps each copy until its backward pass."""
+        return 0 if dtype == torch.float32 else dtype.itemsize * self.parameters
 
 
 def make_plan(
@@ -159,28 +175,31 @@ def gpu_plan(
     Raises:
         UsageError: trainer and sampler cannot fit, whatever the split.
     """
-    trainer = (8 if reference else 4) * size.parameters + (4 + moments) * trained
-    if processes > 1:
-        trainer = trainer // processes + 4 * size.parameters
-    update = update_tokens * size.activation_bytes_per_token(checkpointing) if trained else 0
+    kept = ((8 if reference else 4) * size.parameters + (4 + moments) * trained) // processes
+    # All weights: while vLLM takes them over, and in the reference's forward passes.
+    whole = 4 * size.parameters if processes > 1 else 0
+    update = 0
+    if trained:
+        update = size.copy_bytes(dtype) + update_tokens * size.activation_bytes_per_token(checkpointing, dtype)
     usable = USABLE * card_bytes
     token = -(-size.kv_bytes_per_token(dtype) // tensor_parallel)
     fixed = size.parameters * dtype.itemsize // tensor_parallel + WORKING_BYTES
-    room = usable - trainer  # for vLLM, during rollouts
+    room = usable - kept - whole  # for vLLM, during rollouts
     share = min(fixed + episodes * max_context * token, room)
     if gpu_memory:
         share = gpu_memory * card_bytes
     context = min(max_context, int((share - fixed) // token))
     if context < min_context or share > room:
-        least = (trainer + fixed + min_context * token) / USABLE / GIB
+        least = (kept + whole + fixed + min_context * token) / USABLE / GIB
         said = f"--gpu-memory {gpu_memory:g}" if gpu_memory else "--engine vllm"
         raise UsageError(
             f"{said}: a card of {card_bytes / GIB:.0f} GiB is too small: {size.parameters / 1e9:.2f}B parameters take "
-            f"{trainer / GIB:.0f} GiB beside vLLM, which gets {share / GIB:.1f}; {least:.0f} GiB are needed"
+            f"{(kept + whole) / GIB:.0f} GiB beside vLLM, which gets {share / GIB:.1f}; {least:.0f} GiB are needed"
         )
-    together = trainer + update + share
+    training = kept + max(whole, update)
+    together = training + share
     level = 0 if together <= usable else 2
     reason = f"trainer, update and vLLM need about {together / GIB:.0f} GiB of {card_bytes / GIB:.0f}"
-    if trainer + update + ASLEEP_BYTES > usable:
+    if training + ASLEEP_BYTES > usable:
         reason += ", the update may not fit: lower --microbatch-tokens or use --gradient-checkpointing"
     return MemoryPlan(context, level, gpu_memory or math.floor(1000 * share / card_bytes) / 1000, reason=reason)
