@@ -360,8 +360,9 @@ def finish(report: dict[str, Any], kept: Kept) -> None:
 
 def own_engine(args: Arguments, scenarios: list[Scenario], length: int) -> tuple[Engine, ChatTokens]:
     """The model is loaded here."""
+    from grpo.engines.choice import make_engine
     from grpo.model import load_policy
-    from grpo.run import make_chat, make_engine
+    from grpo.run import make_chat
 
     knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "engine": args.engine}
     settings = Config().with_values(knobs | {"max_completion_len": length})

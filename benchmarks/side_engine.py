@@ -12,9 +12,10 @@ from side_ours import report
 from sides import Channel, process_memory
 
 from grpo.config import Config
+from grpo.engines.choice import make_engine
 from grpo.model import load_policy
 from grpo.rollout import rollout
-from grpo.run import make_chat, make_engine
+from grpo.run import make_chat
 from grpo.trainer import StepResult
 from scenarios.generator import held_out, training_scenario
 

@@ -14,10 +14,11 @@ from cases import SCENARIO_SEED, Case, forced_rewards
 from sides import Channel, peak_bytes, process_memory
 
 from grpo.config import Config
+from grpo.engines.choice import make_engine
 from grpo.head import describe
 from grpo.model import load_policy
 from grpo.reference import Reference
-from grpo.run import make_chat, make_engine, make_packing
+from grpo.run import make_chat, make_packing
 from grpo.trainer import StepResult, Trainer
 from scenarios.generator import held_out
 

@@ -106,8 +106,8 @@ class ModelGame:
     def __init__(self, loaded: Loaded, env: ClarifyEnv, seed: int = 0):
         from eval import default_length
         from grpo.config import Config
+        from grpo.engines.choice import make_engine
         from grpo.rollout import Player
-        from grpo.run import make_engine
 
         # People's answers are longer than the simulated user's.
         length = 2 * default_length(loaded.policy.name)

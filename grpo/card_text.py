@@ -29,7 +29,7 @@ DATASET = "clarify-grpo/held-out"
 LICENCES = {name: "apache-2.0" for name in ("tiny", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B")}
 """Of the bases whose licence is known here; the card of any other leaves it to the person who publishes."""
 OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW with moments in 8 bits"}
-PRIVATE = ("output_dir", "resume", "report_to", "env_url", "save_every", "keep_checkpoints")
+PRIVATE = ("output_dir", "resume", "report_to", "env_url", "vllm_url", "save_every", "keep_checkpoints")
 """Knobs that say where things are, and change no result: not in a card."""
 RATES = {
     "completion_rate": "plan submitted",

@@ -65,12 +65,12 @@ class RolloutConfig:
     """Replace groups without reward spread, sampling at most this many extra rounds a step. 0: off."""
     max_concurrent: int = 64
     """Episodes the sampler holds in its cache at once."""
-    max_context: int = 0
-    """Tokens of an episode, prompt included. 0: the longest prompt and max_completion_len, as far as the model goes."""
     tensor_parallel: int = 1
     """vLLM over this many of torchrun's processes, each with a part of every layer; divides their number."""
     gpu_memory: float = 0.0
     """Share of the card that vLLM may use. 0: chosen from the card, the model and the recipe."""
+    vllm_url: tuple[str, ...] = ()
+    """Sample on the vLLM servers at these addresses (README, vLLM): they get the weights after each update."""
     env_url: str = ""
     """Play all episodes on the environment server at this address (`python -m env.server`), not in this process."""
 
@@ -233,8 +233,6 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
         UsageError: a value that cannot be; exits with code 2 where a flag does not parse.
     """
     env = dict(os.environ) if env is None else env
-    if flag_value(args, "vllm_url") is not None:
-        raise UsageError("--vllm-url: for evaluation only (eval.py); training must replace the sampler's weights")
     if defaults is None:
         recipe = _recipe_name(args)
         defaults = Config().with_values(RECIPES[recipe] | {"recipe": recipe})
@@ -345,7 +343,7 @@ def validate(config: Config) -> None:
     require(config.rollout.num_generations >= 2, "num_generations", "at least 2 (advantages compare group members)")
     for name in ("beta", "entropy_coef", "no_plan_penalty", "learning_rate", "eval_temperature"):
         require(knobs[name] >= 0, name, "0 or more")
-    for name in ("dynamic_sampling", "max_context", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed",
+    for name in ("dynamic_sampling", "warmup_steps", "eval_limit", "save_every", "num_steps", "seed",
                  "lora_rank"):  # fmt: skip
         require(knobs[name] >= 0, name, "0 or more")
     for name in ("prompts_per_step", "max_completion_len", "max_concurrent", "num_iterations", "microbatch_tokens",
@@ -385,7 +383,7 @@ def refuse_changes(stored: Config, given: Config) -> None:
     """A resumed run keeps its settings. Raises UsageError naming the first knob that differs."""
     for name, value in stored.flat().items():
         # A server may have moved; what it plays is the same. Trackers only watch.
-        if name not in ("resume", "env_url", "report_to") and given.flat()[name] != value:
+        if name not in ("resume", "env_url", "vllm_url", "report_to") and given.flat()[name] != value:
             flag = name.replace("_", "-")
             raise UsageError(
                 f"--{flag} {given.flat()[name]}: the run was started with {value}; a resumed run keeps its settings"

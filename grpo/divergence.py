@@ -18,11 +18,12 @@ from grpo.advantages import token_weights
 from grpo.batching import Packing, make_microbatches
 from grpo.config import Config, RolloutConfig, UsageError, tyro_cli
 from grpo.console import run_entry, user_input
+from grpo.engines.choice import make_engine
 from grpo.head import score
 from grpo.loss import kl_divergence
 from grpo.model import load_policy
 from grpo.rollout import rollout
-from grpo.run import make_chat, make_engine
+from grpo.run import make_chat
 from grpo.run_folder import write_json
 from scenarios.generator import held_out
 

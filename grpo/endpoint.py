@@ -125,6 +125,10 @@ class Server:
         """The JSON object that comes back for the JSON object `body`. Safe to call from several threads."""
         return self._call("POST", path, body, self.retries)
 
+    def command(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
+        """A request that changes something there: one try, as a second one would do something else."""
+        return self._call("POST", path, body, self.retries.new(total=0), timeout)
+
     def error(self, text: str, *args: Any) -> ServerError:
         """To be raised: one line that says whose fault it is."""
         return ServerError(self.clean(" ".join(f"{self.flag} {self.url}: {text}".split())), *args)

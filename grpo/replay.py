@@ -167,7 +167,8 @@ def open_record(file: Path, device: str) -> tuple[int, RolloutRecord, Config]:
 def replay_settings(values: Mapping[str, Any], device: str) -> Config:
     """The run's settings on `device`: kernels and type that it has not are left to `auto`. Raises UsageError."""
     settings = Config().with_values({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    changes: dict[str, Any] = {"device": device, "engine": "torch", "output_dir": "", "resume": "", "env_url": ""}
+    changes: dict[str, Any] = {"device": device, "engine": "torch", "output_dir": "", "resume": ""}
+    changes |= {"env_url": "", "vllm_url": ()}
     if device == "cpu" and settings.model.impl in ("triton", "cuda"):
         changes["impl"] = "auto"
     settings = settings.with_values(changes)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from grpo.batching import Packing, common_prefix
 from grpo.chat import ChatTokens
 from grpo.config import Config, RunStopped, UsageError
 from grpo.engines import Engine
+from grpo.engines.choice import check_processes, make_engine
 from grpo.engines.torch_engine import TorchEngine
-from grpo.engines.vllm_memory import make_plan
-from grpo.engines.vllm_sync import named_weights
+from grpo.engines.vllm_tensors import named_weights
 from grpo.environment import environment, sessions_needed
 from grpo.files import ASIDE, commit_folder
 from grpo.guard import Guard
@@ -30,16 +28,12 @@ from grpo.metrics import LogHistory, last_num_tokens, step_metrics
 from grpo.model import Policy, enable_packing, fingerprint, load_policy, one_line
 from grpo.reference import Reference
 from grpo.rehearsal import rehearse
-from grpo.sampling import SamplingConfig
 from grpo.saver import Saver
 from grpo.shared_errors import shared
 from grpo.signals import Signals
 from grpo.trackers import Trackers, require_installed, tracking
 from grpo.trainer import StepResult, Trainer
 from scenarios.generator import held_out
-from scenarios.schema import Scenario
-
-PROMPT_MARGIN = 64  # tokens
 
 
 def start(args: list[str]) -> None:
@@ -194,19 +188,6 @@ def make_trainer(settings: Config, engine: Engine | None = None) -> tuple[Traine
     return Trainer(settings, policy, engine, chat, reference, packing, env_factory), kernels
 
 
-def check_processes(rollout: config.RolloutConfig) -> None:
-    """Raises UsageError where an engine cannot be spread over these processes as `--tensor-parallel` says."""
-    width, there = rollout.tensor_parallel, distributed.size()
-    if width == 1:
-        return
-    if there % width:
-        raise UsageError(f"--tensor-parallel {width}: must divide the number of processes, which is {there} (torchrun)")
-    if rollout.engine != "vllm":
-        raise UsageError(f"--tensor-parallel {width}: is vLLM's; needs --engine vllm")
-    if rollout.env_url:  # its replies reach the processes of one engine in different orders
-        raise UsageError(f"--tensor-parallel {width}: plays in this process only; leave out --env-url")
-
-
 def describe_machine(policy: Policy) -> dict[str, Any]:
     """What the last bits of a number depend on besides settings and versions."""
     device = policy.device.type if distributed.size() > 1 else str(policy.device)
@@ -239,57 +220,6 @@ def chat_tokens(name: str, tokenizer: Any, generation_config: Any, vocab_size: i
         raise
     except Exception as error:  # whatever a broken tokenizer or template raises
         raise UsageError(f"--model {name}: its tokenizer or chat template fails ({one_line(error)})") from error
-
-
-def make_engine(
-    settings: Config, policy: Policy, chat: ChatTokens, scenarios: Sequence[Scenario], training: bool = True
-) -> Engine:
-    """The sampler that the settings ask for.
-
-    An episode has room for the longest first prompt of `scenarios` (and a little more: training draws others of the
-    same kind) plus its token budget, as far as the model's positions go.
-    """
-    rollout = settings.rollout
-    prompts = [chat.first_prompt(first_messages(scenario)) for scenario in scenarios]
-    longest = max(map(len, prompts))
-    context = rollout.max_context or longest + PROMPT_MARGIN + rollout.max_completion_len
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < longest + PROMPT_MARGIN:
-        raise UsageError(
-            f"--model {policy.name}: {positions} positions are too few for first prompts of {longest} tokens"
-        )
-    if rollout.max_context and not longest < context <= (positions or context):
-        raise UsageError(
-            f"--max-context {context}: must be above the longest first prompt, {longest} tokens"
-            + (f", and at most the model's {positions} positions" if positions else "")
-        )
-    context = min(context, positions or context)
-    options: dict[str, Any] = dict(
-        slots=rollout.max_concurrent,
-        seed=settings.run.seed,
-        sampling=SamplingConfig(rollout.temperature, rollout.top_p),
-    )
-    which = which_engine(rollout.engine, policy.device)
-    if rollout.gpu_memory and (which, policy.device.type) != ("vllm", "cuda"):
-        raise UsageError(f"--gpu-memory {rollout.gpu_memory:g}: is vLLM's share of a GPU; leave it out without both")
-    if which == "vllm":
-        from grpo.engines.vllm_engine import VllmEngine
-
-        plan = make_plan(settings, policy, context, longest, training)
-        return VllmEngine(
-            policy, chat.eos_ids, plan, canary=prompts[0], tensor_parallel=rollout.tensor_parallel, **options
-        )
-    return TorchEngine(
-        policy.model, chat.eos_ids, max_context=context, device=policy.device, dtype=policy.dtype, **options
-    )
-
-
-def which_engine(asked: str, device: torch.device) -> str:
-    """`torch` or `vllm`: what `auto` means on this device, with what is installed."""
-    if asked != "auto":
-        return asked
-    installed = any(importlib.metadata.distributions(name="vllm"))
-    return "vllm" if device.type == "cuda" and installed else "torch"
 
 
 def make_packing(settings: Config, policy: Policy, chat: ChatTokens, max_context: int) -> Packing:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from grpo.config import Config
+from grpo.engines.choice import make_engine
 from grpo.engines.drafts import Drafts
 from grpo.engines.torch_engine import TorchEngine
 from grpo.model import load_policy
 from grpo.rollout import rollout
-from grpo.run import make_chat, make_engine
+from grpo.run import make_chat
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests import toy

@@ -8,6 +8,7 @@ import torch
 
 from grpo import run
 from grpo.config import Config, UsageError
+from grpo.engines import choice
 from grpo.engines.torch_engine import TorchEngine
 from scenarios.generator import held_out
 
@@ -29,7 +30,7 @@ def with_vllm(monkeypatch, installed):
 )
 def test_auto_is_vllm_on_a_gpu_where_it_is_installed(monkeypatch, asked, device, installed, engine):
     with_vllm(monkeypatch, installed)
-    assert run.which_engine(asked, torch.device(device)) == engine
+    assert choice.which_engine(asked, torch.device(device)) == engine
 
 
 def make(folder, **values):
@@ -37,7 +38,7 @@ def make(folder, **values):
         dict(recipe="tiny", model=str(folder), device="cpu", max_completion_len=48) | values
     )
     policy = run.load_policy(settings.model)
-    return run.make_engine(settings, policy, run.make_chat(policy), held_out(5))
+    return choice.make_engine(settings, policy, run.make_chat(policy), held_out(5))
 
 
 def test_without_vllm_one_line_names_the_command(folder, monkeypatch):
@@ -57,12 +58,9 @@ def test_a_share_of_a_gpu_needs_one(folder):
         make(folder, gpu_memory=0.5)
 
 
-def test_max_context_replaces_what_would_be_chosen(folder):
+def test_an_episode_has_room_for_the_longest_prompt_and_its_tokens_as_far_as_the_model_goes(folder):
     chosen = make(folder)
     assert isinstance(chosen, TorchEngine)
-    longest = chosen.max_context - run.PROMPT_MARGIN - 48
-    assert make(folder, max_context=longest + 10).max_context == longest + 10
-    with pytest.raises(UsageError, match=f"--max-context {longest}: must be above the longest first prompt"):
-        make(folder, max_context=longest)
-    with pytest.raises(UsageError, match="--max-context 9000: .* at most the model's 2048 positions"):
-        make(folder, max_context=9000)
+    longest = chosen.max_context - choice.PROMPT_MARGIN - 48
+    assert make(folder, max_completion_len=100).max_context == longest + choice.PROMPT_MARGIN + 100
+    assert make(folder, max_completion_len=9000).max_context == 2048

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo.engines import vllm_sync
+from grpo.engines import vllm_sync, vllm_tensors
 from tests import toy
 
 
@@ -31,7 +31,7 @@ def fused(model):
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_weight_once(tied):
     model = make(tie_word_embeddings=tied)
-    names = [name for name, _ in vllm_sync.named_weights(model)]
+    names = [name for name, _ in vllm_tensors.named_weights(model)]
     assert len(names) == len(set(names)) == len(list(model.parameters()))
     assert ("lm_head.weight" in names) != tied
     assert names[0] == "model.embed_tokens.weight"
@@ -39,8 +39,8 @@ def test_every_weight_once(tied):
 
 def test_equal_models_have_no_differing_tensors():
     model = make()
-    assert vllm_sync.differing_tensors(model, fused(model)) == []
-    assert vllm_sync.differing_tensors(model, fused(model).to(torch.bfloat16)) == []
+    assert vllm_tensors.differing_tensors(model, fused(model)) == []
+    assert vllm_tensors.differing_tensors(model, fused(model).to(torch.bfloat16)) == []
 
 
 @pytest.mark.parametrize("name", sorted(name for name, _ in make(tie_word_embeddings=False).named_parameters()))
@@ -49,7 +49,7 @@ def test_the_differing_tensor_is_named_and_no_other(name):
     sampler = fused(model)
     with torch.no_grad():
         model.get_parameter(name).add_(1e-3)
-    assert vllm_sync.differing_tensors(model, sampler) == [name]
+    assert vllm_tensors.differing_tensors(model, sampler) == [name]
 
 
 def test_rows_in_another_order_differ():
@@ -61,7 +61,7 @@ def test_rows_in_another_order_differ():
         weight.copy_(weight.flip(0))
         weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
         weight.copy_(weight.flip(1))
-    assert vllm_sync.differing_tensors(model, sampler) == [
+    assert vllm_tensors.differing_tensors(model, sampler) == [
         "model.layers.0.self_attn.k_proj.weight",
         "model.layers.1.mlp.down_proj.weight",
     ]
@@ -86,11 +86,11 @@ def test_lora_adapters_are_merged_on_the_way(merged):
         expected = model(input_ids=ids).logits
     if merged:
         model.merge_adapter()
-    weights = dict(vllm_sync.named_weights(model))
+    weights = dict(vllm_tensors.named_weights(model))
     plain = make(seed=1)
     assert weights.keys() == dict(plain.named_parameters()).keys()
     plain.load_state_dict(weights, strict=False)
     with torch.no_grad():
         actual = plain(input_ids=ids).logits
     assert torch.allclose(actual, expected, atol=1e-4)
-    assert vllm_sync.differing_tensors(model, fused(plain)) == []
+    assert vllm_tensors.differing_tensors(model, fused(plain)) == []

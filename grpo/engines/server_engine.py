@@ -1,4 +1,4 @@
-"""A served model as an engine, for evaluation only: OpenAI-compatible completions, token ids in and token ids out.
+"""A served model as an engine, for evaluation: OpenAI-compatible completions, token ids in and token ids out.
 
     vllm serve MODEL
     python eval.py --model MODEL --vllm-url http://localhost:8000
@@ -9,7 +9,8 @@ earlier turns. Each request says all of how to sample: what a model folder's gen
 would choose (top_k, penalties, further stop ids) changes nothing.
 
 It cannot train. The weights are the server's, and its log-probs need not be those of the distribution that was sampled
-from: `vllm serve` gives those at temperature 1 unless told otherwise (`--logprobs-mode`).
+from: `vllm serve` gives those at temperature 1 unless told otherwise (`--logprobs-mode`). For training there is
+`server_training`, which builds on it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ServerEngine:
         self.default_sampling = sampling or SamplingConfig()
         self.about = {"model": model, "max_context": max_context}
         """What a report should say of the server, JSON types."""
-        self.start(0)
+        self._begin(0, None)
 
     @property
     def description(self) -> str:
@@ -83,6 +84,9 @@ class ServerEngine:
 
     def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
         """Begin a batch. What is still in flight of an older one is forgotten: its answers go to a queue of its own."""
+        self._begin(step, sampling)
+
+    def _begin(self, step: int, sampling: SamplingConfig | None) -> None:
         self._step, self.sampling = step, sampling or self.default_sampling
         if 0 < self.sampling.temperature < MIN_TEMPERATURE:
             given = f"temperature {self.sampling.temperature:g}"
@@ -122,7 +126,8 @@ class ServerEngine:
         self._calls.cancel(key)
 
     def _complete(self, request: TurnRequest, body: dict[str, Any]) -> TurnOutput:
-        return self._output(request, self.server.post("/v1/completions", body))
+        answer = self.server.post("/v1/completions", body)
+        return self._checked(self.server, request, *read_choice(self.server, answer))
 
     def _body(self, request: TurnRequest) -> dict[str, Any]:
         stream = random_stream(self._seed, self._step, *request.key, request.turn)
@@ -130,14 +135,15 @@ class ServerEngine:
             self.model, list(request.prompt_ids), request.max_tokens, self.sampling, int(stream[0] >> 1), self.eos_ids
         )
 
-    def _output(self, request: TurnRequest, answer: Mapping[str, Any]) -> TurnOutput:
-        ids, logprobs, reason = read_choice(self.server, answer)
+    def _checked(
+        self, server: Server, request: TurnRequest, ids: tuple[int, ...], logprobs: tuple[float, ...], reason: Any
+    ) -> TurnOutput:
         if not 0 < len(ids) <= request.max_tokens:
-            raise self.server.error(f"{len(ids)} tokens came back where 1 to {request.max_tokens} were asked for")
+            raise server.error(f"{len(ids)} tokens came back where 1 to {request.max_tokens} were asked for")
         if reason == "stop" and ids[-1] not in self.eos_ids:
-            raise self.server.error(f"a turn ended with token {ids[-1]}, which ends no turn of --model")
+            raise server.error(f"a turn ended with token {ids[-1]}, which ends no turn of --model")
         if reason not in FINISHES:
-            raise self.server.error(f"a turn ended for the reason {reason!r}")
+            raise server.error(f"a turn ended for the reason {reason!r}")
         return TurnOutput(request.key, ids, logprobs, FINISHES[reason])
 
 

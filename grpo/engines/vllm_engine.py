@@ -32,7 +32,8 @@ from grpo import distributed
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.vllm_memory import MemoryPlan
-from grpo.engines.vllm_sync import CANARY_LENGTH, check_canary, named_weights, repack_heads
+from grpo.engines.vllm_sync import CANARY_LENGTH, check_canary
+from grpo.engines.vllm_tensors import named_weights, repack_heads
 from grpo.model import Policy, one_line
 from grpo.sampling import SamplingConfig, random_stream
 

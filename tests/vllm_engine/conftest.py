@@ -10,8 +10,9 @@ import shutil
 
 import pytest
 
+from grpo.engines.choice import make_engine
 from grpo.model import TINY_FOLDER, load_policy
-from grpo.run import make_chat, make_engine
+from grpo.run import make_chat
 from scenarios.generator import held_out
 from tests.vllm_engine.helpers import SKIPPED, installed, settings_for
 

