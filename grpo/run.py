@@ -240,7 +240,7 @@ def evaluated(settings: Config, trainer: Trainer, path: Path, name: str, again: 
     if distributed.first(path.exists) and not again:
         return distributed.first(compare.load_report, path)
     scenarios = held_out(settings.eval.eval_limit)
-    progress_bar = console.episode_progress(f"evaluating {name}", 2 * len(scenarios))
+    progress_bar = console.episode_progress(f"evaluating {name}, sampled and greedy", 2 * len(scenarios))
     with distributed.awake(trainer.engine, trainer.policy.model), progress_bar as progress:
         report = evaluate.evaluate_model(
             trainer.engine,
