@@ -95,6 +95,7 @@ def session() -> Iterator[None]:
         with open(os.devnull, "w") as nowhere:
             with contextlib.redirect_stdout(sys.stdout if number == 0 else nowhere):
                 yield
+        dist.barrier()  # nobody closes its connections while another is at work, and may fail still
     except BaseException as error:
         told_by = teller(error)
         if told_by is not None:
@@ -106,7 +107,6 @@ def session() -> Iterator[None]:
         if _connection_lost(error):
             raise RunStopped(f"process {number} of {count}: another one has died (connection lost)") from None
         raise
-    dist.barrier()  # nobody closes its connections while another is at work
     finished.append(True)
     if "vllm" not in sys.modules:
         dist.destroy_process_group()

@@ -15,6 +15,7 @@ import torch
 
 from grpo import distributed, shards
 from grpo.config import RunStopped, UsageError
+from grpo.console import run_entry
 from grpo.guard import Guard
 from grpo.shared_errors import sendable, shared, teller, told
 from grpo.trackers import Trackers
@@ -101,6 +102,19 @@ def test_none_ends_before_the_first_has_cleaned_up(tmp_path, name):
     assert all("still there" in output for output in ended.output)
     assert "".join(ended.output).count("the disk is full") == (name != "an exit")
     assert name != "of the second" or "the disk is full" in ended.output[1]
+
+
+def test_the_first_process_may_fail_alone_when_the_others_have_reached_the_end(tmp_path):
+    """At its plots and its model card, say."""
+
+    def work():
+        with distributed.session():
+            if distributed.is_first():
+                time.sleep(1)
+                raise RunStopped("the disk is full")
+
+    ended = processes.run(2, tmp_path / "said", lambda: run_entry(work), limit=60)
+    assert ended.codes == [1, 1] and ended.output == ["error: the disk is full\n", ""]
 
 
 @pytest.mark.parametrize("end", ["stopped", "signal"])
