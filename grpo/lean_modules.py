@@ -105,6 +105,8 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm(module: Any, x: Tensor) -> Tensor:
     """The norm's forward."""
     if not torch.is_grad_enabled():
+        if x.dtype == module.weight.dtype:
+            return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
         return _normalise(x, module.weight, module.variance_epsilon)[0]
     return _RMSNorm.apply(x, module.weight, module.variance_epsilon)
 

@@ -27,7 +27,7 @@ def run(sampling=None, guess=None, monkeypatch=None, max_delay=0, **options):
     episodes, forwards = episodes_of(), []
     if guess is not None:
         monkeypatch.setattr(Drafts, "guess", guess)
-    handle = model.register_forward_hook(lambda *_: forwards.append(1))
+    handle = model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
     play(engine, episodes, sampling=sampling, max_delay=max_delay)
     handle.remove()
     return episodes, len(forwards), model
@@ -116,7 +116,7 @@ def test_the_bundled_policy_needs_far_fewer_forwards():
     for length in (0, 6):
         engine = make_engine(settings, policy, chat, scenarios)
         engine.draft_length, forwards = length, []
-        handle = policy.model.register_forward_hook(lambda *_: forwards.append(1))  # noqa: B023 (removed below)
+        handle = policy.model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))  # noqa: B023 (removed below)
         groups.append(rollout(engine, chat, scenarios, num_generations=4, max_completion_len=160, step=0,
                               reward_fn=lambda record: 0.0))  # fmt: skip
         handle.remove()

@@ -8,7 +8,8 @@ import toy
 import transformers
 
 from grpo.config import UsageError
-from grpo.engines import TurnRequest, slots
+from grpo.engines import TurnRequest, decoder, slots
+from grpo.engines.decoder import Decoder, OwnForward
 from grpo.engines.torch_engine import TorchEngine
 from grpo.sampling import SamplingConfig
 from tests.engine_episodes import EOS, TOKENIZER, engine_for, episodes_of, largest_gap, play
@@ -56,8 +57,9 @@ def test_greedy_takes_the_most_probable_token():
         assert all(best[index - 1] == token for index, token, _ in episode.sampled)
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Mistral", "Gemma3Text"])
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Mistral", "Qwen2", "Gemma3Text"])
 def test_other_architectures(architecture):
+    """Those like Llama through the decoder that is written out, the others through their own forward."""
     config_class = getattr(transformers, f"{architecture}Config")
     sizes = {"vocab_size": len(TOKENIZER), "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None}
     if architecture == "GPT2":
@@ -68,7 +70,39 @@ def test_other_architectures(architecture):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes)).eval()
     episodes = episodes_of(groups=2, members=2)
-    play(engine_for(model, max_context=512), episodes)
+    engine = engine_for(model, max_context=512)
+    assert isinstance(engine._decode, Decoder if architecture in ("Llama", "Mistral", "Qwen2") else OwnForward)
+    play(engine, episodes)
+    assert largest_gap(model, episodes) < 1e-4
+
+
+def test_a_models_own_forward_gives_the_same():
+    model, results = toy.make_model(TOKENIZER), []
+    for kind in (Decoder, OwnForward):
+        engine, episodes = engine_for(model), episodes_of()
+        assert isinstance(engine._decode, Decoder)
+        engine._decode = kind(model)
+        play(engine, episodes, max_delay=3)
+        results.append([sample for episode in episodes for sample in episode.sampled])
+    assert [sample[:2] for sample in results[0]] == [sample[:2] for sample in results[1]]
+    assert [sample[2] for sample in results[0]] == pytest.approx([sample[2] for sample in results[1]], abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["other numbers", "an error"])
+def test_a_decoder_that_disagrees_is_not_used(wrong, monkeypatch):
+    """A release of transformers may change what a layer computes or what it is made of; its own forward stays right."""
+    attention = decoder._attention
+
+    def changed(module, h, cos, sin, cache, layout):
+        if wrong == "an error":
+            raise AttributeError("no q_proj")
+        return attention(module, h, cos, -sin, cache, layout)
+
+    monkeypatch.setattr(decoder, "_attention", changed)
+    model, episodes = toy.make_model(TOKENIZER), episodes_of(groups=2, members=2)
+    engine = engine_for(model)
+    assert isinstance(engine._decode, OwnForward)
+    play(engine, episodes)
     assert largest_gap(model, episodes) < 1e-4
 
 

@@ -91,10 +91,12 @@ class SlotCache(Cache):
         self.pools: dict[int, list[torch.Tensor]] = {}
         self.rows = self.columns = torch.empty(0, dtype=torch.int64)
         self.capacity = self.num_rows = 0
+        self._line_numbers: dict[tuple[int, int], torch.Tensor] = {}  # of this forward, the same in all layers
 
     def place(self, rows: torch.Tensor, columns: torch.Tensor, live: int, longest: int) -> None:
         """The next forward's token i goes to slot rows[i] < live, position columns[i] < longest (both [N])."""
         self.rows, self.columns = rows, columns
+        self._line_numbers.clear()
         if live > self.num_rows or longest > self.capacity:
             self.reserve(live, longest)
 
@@ -110,17 +112,30 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [1, H_kv, N, d] states to their places; return the whole pools, for `slot_attention` to read."""
-        if layer_idx not in self.pools:
+        """transformers' call: [1, H_kv, N, d] states to their places; the whole pools, for `slot_attention` to read."""
+        return self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this forward's keys and values [N, H_kv, d] to their places; returns the layer's pools."""
+        if layer not in self.pools:
             # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
-            self.pools[layer_idx] = [
-                torch.zeros(self.num_rows, s.shape[1], self.capacity, s.shape[3], dtype=self.dtype, device=s.device)
-                for s in (key_states, value_states)
+            self.pools[layer] = [
+                torch.zeros(self.num_rows, s.shape[1], self.capacity, s.shape[2], dtype=self.dtype, device=s.device)
+                for s in (keys, values)
             ]
-        keys, values = self.pools[layer_idx]
-        keys[self.rows, :, self.columns] = key_states[0].transpose(0, 1).to(self.dtype)
-        values[self.rows, :, self.columns] = value_states[0].transpose(0, 1).to(self.dtype)
-        return keys, values
+        key_pool, value_pool = self.pools[layer]
+        for pool, states in ((key_pool, keys), (value_pool, values)):
+            _, heads, capacity, d = pool.shape
+            pool.view(-1, d).index_copy_(0, self._lines(heads, capacity), states.reshape(-1, d).to(self.dtype))
+        return key_pool, value_pool
+
+    def _lines(self, heads: int, capacity: int) -> torch.Tensor:
+        """Where the forward's N tokens go in a pool of lines [rows * heads * capacity, d]: [N * heads] int64."""
+        if (heads, capacity) not in self._line_numbers:
+            head = torch.arange(heads, device=self.rows.device)
+            lines = (self.rows[:, None] * heads + head) * capacity + self.columns[:, None]
+            self._line_numbers[heads, capacity] = lines.flatten()
+        return self._line_numbers[heads, capacity]
 
     @property
     def nbytes(self) -> int:
@@ -156,18 +171,29 @@ def slot_attention(
             raise UsageError(f"--engine torch: attention option `{name}` of {type(module).__name__} is not supported")
     if slot_layout is None:
         raise UsageError(f"--engine torch: {type(module).__name__} does not pass options to its attention function")
+    return attend(query[0].transpose(0, 1), key, value, slot_layout, scaling)[None], None
+
+
+def attend(
+    query: torch.Tensor,  # [N, H, d]
+    key: torch.Tensor,  # [rows, H_kv, capacity, d], this forward's keys already in it
+    value: torch.Tensor,
+    layout: Layout,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of the N tokens over their slots: [N, H, d]."""
     outputs = []
-    for start, stop, row, mask in slot_layout.chunks:
+    for start, stop, row, mask in layout.chunks:
         keys, values = (pool[row : row + 1, :, : mask.shape[-1]] for pool in (key, value))
-        outputs.append(_attend(query[:, :, start:stop], keys, values, mask, scaling))
-    n, shared = len(slot_layout.row_mask), slot_layout.shared
-    length = shared + slot_layout.row_mask.shape[-1]
-    tail = sum(stop - start for start, stop, *_ in slot_layout.chunks)
-    last = slot_layout.grid.spread(query[0, :, tail:], dim=1).transpose(0, 1)  # [n, H, w, d]
-    rows = key[:n, :, :length], value[:n, :, :length], slot_layout.row_mask, scaling
+        outputs.append(_attend(query[None, start:stop].transpose(1, 2), keys, values, mask, scaling)[0])
+    n, shared = len(layout.row_mask), layout.shared
+    length = shared + layout.row_mask.shape[-1]
+    tail = layout.chunks[-1][1] if layout.chunks else 0
+    last = layout.grid.spread(query[tail:]).transpose(1, 2)  # [n, H, w, d]
+    rows = key[:n, :, :length], value[:n, :, :length], layout.row_mask, scaling
     output = _attend_shared(last, *rows, shared) if shared else _attend(last, *rows)  # [n, w, H, d]
-    outputs.append(slot_layout.grid.gather(output)[None])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    outputs.append(layout.grid.gather(output))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(

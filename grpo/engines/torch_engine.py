@@ -19,15 +19,16 @@ view. A new episode copies the longest prefix that any live row has in common wi
 the prompt, other groups copy the system prefix. Whoever has to wait for a prefix that is being computed joins one step
 later; so a batch computes its unique tokens, plus each member's last prompt token (its logits are needed anyway).
 
-The forward is the model's own: the engine only supplies the cache and an attention function. The constructor compares
-the result with a plain forward, and refuses a model where they differ.
+The forward of Llama-like models is written out in `decoder`; that of others is their own, for which the engine supplies
+the cache and an attention function. The constructor compares the result with a plain forward, and refuses a model where
+they differ.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +39,9 @@ from grpo.batching import common_prefix
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.context_limit import checked_context
+from grpo.engines.decoder import Decoder, OwnForward
 from grpo.engines.drafts import DRAFT_LENGTH, Drafts
-from grpo.engines.slots import ATTENTION_NAME, Grid, Layout, SlotCache, round_up
+from grpo.engines.slots import Grid, Layout, SlotCache, round_up
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
 
 KEPT_BYTES = 256 << 20  # a cache up to this size is kept while the trainer works: making it anew takes time
@@ -66,8 +68,8 @@ class TorchEngine:
     """Continuous batching in process (see the module's text). Implements `grpo.engines.Engine`.
 
     Args:
-        model: a causal LM, used as it is: after an optimiser step nothing has to be copied. Sampling runs it in eval
-            mode with the engine's attention and leaves both as they were.
+        model: a causal LM, used as it is: after an optimiser step nothing has to be copied. Sampling leaves its mode
+            and its attention as they were.
         eos_ids: ids that end a turn.
         max_context: most tokens an episode can have, prompt and completion together. None: what the model can have.
         slots: episodes held at once; more than that wait in line.
@@ -101,8 +103,7 @@ class TorchEngine:
         self.autocast_dtype = dtype if dtype not in (None, weights) else None
         self.max_context = checked_context(model, max_context)
         self.cache = SlotCache(slots, self.autocast_dtype or weights)
-        self.start(0)
-        self._check_forward()
+        self._decode: Decoder | OwnForward = self._decoder_for(model)
         self.start(0)
 
     def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
@@ -113,7 +114,6 @@ class TorchEngine:
         self._queue: deque[TurnRequest] = deque()
         self._prefix = 0  # ids that the first prompts of all rows begin with
         self._drafts = Drafts()
-        self._modules = list(self.model.modules())
 
     description = "torch, in process, on the policy's own weights"
 
@@ -263,15 +263,9 @@ class TorchEngine:
         columns = torch.arange(shared, round_up(longest), device=self.device)
         row_mask = self._additive(columns <= grid.spread(table[2, tail:])[:, None, :, None])  # [n, 1, w, K - shared]
         self.cache.place(table[1], table[2], len(self._rows), longest)
-        with self._sampling_mode():
-            logits = self.model(
-                input_ids=table[None, 0],
-                position_ids=table[None, 2],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=len(ids) - unread,
-                slot_layout=Layout(chunks, row_mask, grid, shared),
-            ).logits[0]
+        layout = Layout(chunks, row_mask, grid, shared)
+        with self._autocast():
+            logits = self._decode(table[0], table[2], self.cache, layout, unread)
         for row in self._rows:
             row.cached = len(row.ids)
         if apart:
@@ -325,50 +319,47 @@ class TorchEngine:
         """A boolean mask as 0 and -inf: attention on a CPU is a tenth faster than with booleans."""
         return torch.zeros(mask.shape, dtype=self.cache.dtype, device=self.device).masked_fill_(~mask, -torch.inf)
 
-    @contextlib.contextmanager
-    def _sampling_mode(self, attention: str = ATTENTION_NAME) -> Iterator[None]:
-        """Eval mode and the engine's attention, both put back afterwards: the trainer shares the module."""
-        training = [module for module in self._modules if module.training]
-        config = self.model.config.get_text_config()
-        trainers_attention = config._attn_implementation
-        for module in training:
-            module.training = False
-        config._attn_implementation = attention
-        try:
-            autocast = torch.autocast(
-                self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
-            )
-            with autocast:
-                yield
-        finally:
-            config._attn_implementation = trainers_attention
-            for module in training:
-                module.training = True
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = self.autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+    def _decoder_for(self, model: Any) -> Decoder | OwnForward:
+        """The first that gives a plain forward's logits. Raises UsageError for a model that this engine would run
+        wrongly, whichever way."""
+        name, own = type(model).__name__, OwnForward(model)
+        written_out = Decoder.of(model)
+        ways: list[Decoder | OwnForward] = [written_out, own] if written_out else [own]
+        for decode in ways:
+            self.start(0)
+            self.cache.clear()
+            self._decode = decode
+            try:
+                if self._agrees(own):
+                    return decode
+                reason = (
+                    f"{name} gives other logits through this engine's cache than by itself; its attention is of a kind "
+                    "this engine does not support"
+                )
+            except (TypeError, AttributeError, RuntimeError) as error:
+                reason = f"cannot run {name} ({str(error).splitlines()[0]})"
+        raise UsageError(f"--engine torch: {reason}")
 
     @torch.inference_mode()
-    def _check_forward(self) -> None:
-        """Two turns through the cache against one plain forward: the same logits, or the model is refused."""
+    def _agrees(self, own: OwnForward) -> bool:
+        """Do two turns through the cache give the logits of one plain forward?"""
         vocab = self.model.config.get_text_config().vocab_size
         ids = [(7 * i + 3) % vocab for i in range(min(9, self.max_context))]
         half = len(ids) // 2
         self._rows = [Row((0, 0), (), ids[:half])]
-        try:
-            first = self._forward()
-            self._rows[0].ids.extend(ids[half:-2])
-            self._rows[0].draft = ids[-2:]
-            actual = torch.cat([first, self._forward()]).float()
-            with self._sampling_mode(attention=self.model.config.get_text_config()._attn_implementation):
-                logits = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
-        except (TypeError, AttributeError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"--engine torch: cannot run {type(self.model).__name__} ({reason})") from error
+        first = self._forward()
+        self._rows[0].ids.extend(ids[half:-2])
+        self._rows[0].draft = ids[-2:]
+        actual = torch.cat([first, self._forward()]).float()
+        with self._autocast():
+            logits = own.plain(torch.tensor(ids, device=self.device))
         expected = logits[[half - 1, *range(len(ids) - 3, len(ids))]].float()
         tolerance = 1e-3 if self.cache.dtype == torch.float32 else 0.1
-        if not torch.allclose(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0):
-            raise UsageError(
-                f"--engine torch: {type(self.model).__name__} gives other logits through this engine's cache than by "
-                "itself; its attention is of a kind this engine does not support"
-            )
+        return torch.allclose(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
 
 
 def _longest_prefix(prompt: tuple[int, ...], donors: dict[tuple[int, ...], int]) -> tuple[int, int]:

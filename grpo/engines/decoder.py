@@ -1,0 +1,111 @@
+"""The forward of a flat batch of tokens over the slots, without gradient: written out, or the model's own.
+
+Where few tokens pass, transformers' own forward costs more in calls than in arithmetic: wrappers around every module,
+masks nobody reads, queries and keys rotated apart. With N tokens x [N, D] and a cache, a layer like Llama's is
+
+    h = norm(x);  q, k, v = W_q h, W_k h, W_v h;  q, k = rotated(norm(q)), rotated(norm(k))
+    x = x + W_o attention(q, cached keys and values, k and v among them)
+    h = norm(x);  x = x + W_down (silu(W_gate h) * W_up h)
+
+`Decoder` calls the model's modules for it: linear layers may have adapters, norms and rotary embeddings are whatever
+they are. Hooks on modules inside of layers do not run. `OwnForward` takes any model whose attention is pluggable.
+`TorchEngine` compares either with a plain forward before it uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, attend
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Layers of transformers that compute what is written above, norms of queries and keys being Qwen3's alone."""
+
+
+class Decoder:
+    """The forward of `model`, which must be one of these: `Decoder.of` gives None for others."""
+
+    def __init__(self, model: Any):
+        self.body = model.get_decoder()
+        self.head = model.get_output_embeddings()
+
+    @classmethod
+    def of(cls, model: Any) -> Decoder | None:
+        body = model.get_decoder() if hasattr(model, "get_decoder") else None
+        layers = getattr(body, "layers", ())
+        known = bool(layers) and all(type(layer).__name__ in LAYERS for layer in layers)
+        return cls(model) if known and model.get_output_embeddings() is not None else None
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
+        """Logits [N - unread, V] of all tokens but the first `unread`; ids and positions [N] int64."""
+        x = self.body.embed_tokens(ids)  # [N, D]
+        cos, sin = (table[0, :, None] for table in self.body.rotary_emb(x, positions[None]))  # [N, 1, d]
+        # rotate_half negates one half and swaps the two; the sign goes to the sines, once for all layers.
+        first, second = sin.chunk(2, -1)
+        sin = torch.cat([-first, second], -1)
+        for index, layer in enumerate(self.body.layers):
+            attention = _attention(layer.self_attn, layer.input_layernorm.forward(x), cos, sin, cache, layout)
+            if index == len(self.body.layers) - 1:
+                x, attention = x[unread:], attention[unread:]
+            x = x + layer.self_attn.o_proj.forward(attention)
+            h, mlp = layer.post_attention_layernorm.forward(x), layer.mlp
+            x = x + mlp.down_proj.forward(F.silu(mlp.gate_proj.forward(h)).mul_(mlp.up_proj.forward(h)))
+        return self.head.forward(self.body.norm.forward(x))
+
+
+def _attention(module: Any, h: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout) -> Tensor:
+    """Attention of N tokens over their slots before the output projection: [N, H * d]."""
+    split = (len(h), -1, module.head_dim)
+    query, key, value = (p.forward(h).view(split) for p in (module.q_proj, module.k_proj, module.v_proj))
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm.forward(query), module.k_norm.forward(key)
+    both = torch.cat([query, key], 1)  # [N, H + H_kv, d]
+    rotated = torch.addcmul(both * cos, both.roll(module.head_dim // 2, -1), sin)
+    query, key = rotated.split([query.shape[1], key.shape[1]], 1)
+    keys, values = cache.write(module.layer_idx, key, value)
+    return attend(query, keys, values, layout, module.scaling).flatten(1)
+
+
+class OwnForward:
+    """The same by the model's own forward, which is given the cache and an attention function."""
+
+    def __init__(self, model: Any):
+        self.model, self.config = model, model.config.get_text_config()
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
+        """As `Decoder`'s."""
+        with self._sampling(ATTENTION_NAME):
+            return self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=len(ids) - unread,
+                slot_layout=layout,
+            ).logits[0]
+
+    def plain(self, ids: Tensor) -> Tensor:
+        """Logits [N, V] of one conversation, without cache and with the attention that the model has."""
+        with self._sampling(self.config._attn_implementation):
+            return self.model(input_ids=ids[None], use_cache=False).logits[0]
+
+    @contextlib.contextmanager
+    def _sampling(self, attention: str) -> Iterator[None]:
+        """Eval mode and this attention, both put back afterwards: the trainer shares the module."""
+        training = [module for module in self.model.modules() if module.training] if self.model.training else []
+        trainers_attention = self.config._attn_implementation
+        for module in training:
+            module.training = False
+        self.config._attn_implementation = attention
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = trainers_attention
+            for module in training:
+                module.training = True
