@@ -30,11 +30,12 @@ from grpo.endpoint import Server, ServerError
 from grpo.engines import TurnOutput, TurnRequest
 from grpo.engines.server_engine import ServerEngine, check_answers, find_model
 from grpo.engines.server_weights import SCALE_OUT, START, WeightSender, describe, without
-from grpo.engines.vllm_sync import CANARY_LENGTH, compare
+from grpo.engines.vllm_sync import compare
 from grpo.model import Policy, source_of
 from grpo.sampling import SamplingConfig, random_stream
 
 GENERATE = "/inference/v1/generate"
+CANARY_LENGTH = 300  # tokens at most: above two blocks of a prefix cache, which have 128 tokens on a CPU
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TrainingServers(ServerEngine):
         served: the servers.
         sender: in the first process of the run, for all of them; None in the others.
         policy: whose weights to sample with.
-        canary: ids of a text on which both sides must agree; the first 128 are used.
+        canary: ids of a text on which both sides must agree; the first 300 are used.
         options: for `ServerEngine`; `concurrency` is that of this process, over all servers.
 
     `step` and `wake` raise RunStopped where a server is gone or has other weights.
@@ -151,7 +152,7 @@ class TrainingServers(ServerEngine):
         body = generate_body(served.model, self.canary, 1, greedy, 0, ())
         ids, logprobs, _ = read_generated(server, server.post(GENERATE, body))
         body["sampling_params"]["prompt_logprobs"] = 0
-        found = server.post(GENERATE, body).get("prompt_logprobs")
+        found: Any = server.post(GENERATE, body).get("prompt_logprobs")
         try:
             scores = [entry[str(token)]["logprob"] for token, entry in zip(self.canary[1:], found[1:], strict=True)]
         except (TypeError, KeyError, ValueError):
@@ -233,9 +234,16 @@ def connect(
         sender.join()
         return [(card["id"], each["workers"]) for (card, _), each in zip(models, about)]
 
-    served = [Served(server, *each) for server, each in zip(servers, distributed.first(meet), strict=True)]
-    engine = TrainingServers(served, sender, policy, canary, chat.eos_ids, max_context, sampling=sampling, **options)
-    engine.update(at_start=True)
+    try:
+        served = [Served(server, *each) for server, each in zip(servers, distributed.first(meet), strict=True)]
+        engine = TrainingServers(
+            served, sender, policy, canary, chat.eos_ids, max_context, sampling=sampling, **options
+        )
+        engine.update(at_start=True)
+    except UsageError:
+        if sender is not None:
+            sender.close()
+        raise
     return engine
 
 

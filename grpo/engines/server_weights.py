@@ -21,7 +21,7 @@ from urllib3.util import parse_url
 
 from grpo.endpoint import InFlight, Server, ServerError
 from grpo.engines.vllm_tensors import checksum, named_weights
-from grpo.engines.weight_channel import Channel, make_store, own_address
+from grpo.engines.weight_channel import LOST, Channel, make_store, own_address
 
 EXTENSION = "--worker-extension-cls grpo.engines.server_worker.WeightReceiver"
 SCALE_OUT = "--enable-scale-out"  # the route that says which weights sampled
@@ -34,9 +34,8 @@ def call(server: Server, method: str, *args: Any) -> list[dict[str, Any]]:
     results = answer.get("results")
     if not isinstance(results, list) or not all(isinstance(result, dict) for result in results) or not results:
         raise server.error(f"{method} was answered with {str(answer)[:100]}")
-    for result in results:
-        if "error" in result:
-            raise server.error(f"{method}: a worker there says: {result['error']}")
+    if errors := [str(result["error"]) for result in results if "error" in result]:
+        raise server.error(f"{method}: a worker there says: {min(errors, key=lambda error: error == LOST)}")
     return results
 
 
@@ -69,7 +68,7 @@ class WeightSender:
     def __init__(self, servers: Sequence[Server], about: Sequence[Mapping[str, Any]]):
         self.servers, self.about = servers, about
         self.trainer = secrets.token_hex(4)
-        self._store = make_store()
+        self._store: Any = make_store()
         self._channels: list[Channel] = []
         self._places = [(_own_address(server), self._store.port) for server in servers]
         for server, place in zip(servers, self._places):
@@ -91,6 +90,11 @@ class WeightSender:
                 _settle(calls)
                 raise server.error(f"its workers do not reach {place[0]}, where training runs, or it them") from error
             _settle(calls)
+
+    def close(self) -> None:
+        """Leave the servers to another trainer. The end of the process does so, too."""
+        self._channels.clear()
+        self._store = None
 
     def load(self, model: torch.nn.Module) -> None:
         """Every weight once, to all servers, each in the widest type that it has. Raises ServerError."""
@@ -120,23 +124,27 @@ class WeightSender:
         calls = InFlight(len(self.servers))
         for index, (server, (method, *args)) in enumerate(zip(self.servers, commands, strict=True)):
             calls.submit(index, partial(call, server, method, self.trainer, *args))
-        lost: RuntimeError | None = None
+        lost = False
         for each in tensors:
             try:
-                for work in [channel.send(tensor) for channel, tensor in zip(self._channels, each, strict=True)]:
-                    work.wait()
-            except RuntimeError as error:  # a server has its reason, or is gone
-                lost = error
-                self._channels.clear()  # so that nobody there waits for the rest
+                self._hand_over(each)
+            except RuntimeError:  # a server has its reason, or is gone
+                lost = True
+            if lost:
+                self._channels.clear()  # so that nobody there waits for the rest; nothing else may hold them
                 break
         answers = _settle(calls)
         if lost:
-            raise self.servers[0].error("the connection to its workers, or to those of another server, broke") from lost
+            raise self.servers[0].error("the connection to its workers, or to those of another server, broke")
         return [answers[index] for index in range(len(self.servers))]
+
+    def _hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        for work in [channel.send(tensor) for channel, tensor in zip(self._channels, tensors, strict=True)]:
+            work.wait()
 
 
 def _settle(calls: InFlight) -> dict[Hashable, Any]:
-    """Wait for all answers. The first error among them is raised, at the end."""
+    """Wait for all answers. Of errors among them the first one is raised that is a reason, at the end."""
     answers: dict[Hashable, Any] = {}
     errors = []
     while ended := calls.ended():
@@ -145,7 +153,7 @@ def _settle(calls: InFlight) -> dict[Hashable, Any]:
                 errors.append(answer)
             answers[key] = answer
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: LOST in str(error))
     return answers
 
 

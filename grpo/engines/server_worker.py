@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from grpo.engines.vllm_tensors import Expected, differing_checksums, repack_heads
-from grpo.engines.weight_channel import Channel, answers, find_store, own_address
+from grpo.engines.weight_channel import LOST, Channel, answers, find_store, own_address
 
 Answer = dict[str, Any]
 
@@ -33,7 +33,7 @@ def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
             self._grpo_channel = None
             text = " ".join(str(error).split())
             lost = "gloo" in text  # with the place in its source
-            return {"error": "lost the connection to the trainer" if lost else f"{type(error).__name__}: {text[:300]}"}
+            return {"error": LOST if lost else f"{type(error).__name__}: {text[:300]}"}
 
     return call
 
@@ -63,7 +63,7 @@ class WeightReceiver:
     @answering
     def grpo_meet(self, trainer: str, address: str, port: int) -> Answer:
         """Connect to a new trainer's store."""
-        if self._grpo_store is not None and self._grpo_trainer != trainer and answers(self._grpo_store):
+        if self._grpo_store is not None and answers(self._grpo_store):
             return {"busy": self._grpo_trainer}
         self._grpo_channel = None
         self._grpo_store, self._grpo_trainer = find_store(address, port), trainer

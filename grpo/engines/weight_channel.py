@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
@@ -19,6 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Wo
 JOIN_SECONDS = 60  # until all workers have come
 ALIVE_SECONDS = 10  # a store that does not answer in this time is that of a trainer that is gone
 TRANSFER_SECONDS = 120  # for one tensor
+LOST = "lost the connection to the trainer"  # what a worker says that has no fault of its own
 
 
 def own_address(host: str, port: int) -> str:
@@ -57,10 +59,11 @@ class Channel:
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, address: str):
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        gloo: Any = ProcessGroupGloo  # torch's type does not know all that it has
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = datetime.timedelta(seconds=JOIN_SECONDS)
-        self._group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        self._group = gloo(PrefixStore(name, store), rank, size, options)
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Hand over a tensor in host memory to every worker; to be waited for."""
@@ -75,4 +78,5 @@ class Channel:
     def _broadcast(self, tensor: torch.Tensor) -> Work:
         # As bytes: every type then is one that gloo knows.
         patience = datetime.timedelta(seconds=TRANSFER_SECONDS)
-        return self._group.broadcast(tensor.reshape(-1).view(torch.uint8), 0, patience)
+        work: Work = self._group.broadcast(tensor.reshape(-1).view(torch.uint8), 0, patience)
+        return work

@@ -68,7 +68,7 @@ def trainers(policy, episode, temperature=1.0):
 
 
 @contextlib.contextmanager
-def serving(model, log, *flags, dev=False):
+def serving(model, log, *flags, dev=False, **variables):
     """The address of a real server of the model in a folder, with what it says in the file `log`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,8 +80,9 @@ def serving(model, log, *flags, dev=False):
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": str(int(dev))}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, "--enforce-eager", *flags], stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-        )
+            [*command, "--enforce-eager", *flags],
+            stdout=out, stderr=subprocess.STDOUT, env=environment | variables, cwd=ROOT,
+        )  # fmt: skip
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while True:

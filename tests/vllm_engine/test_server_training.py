@@ -52,8 +52,7 @@ def training(settings, *urls, **values):
     try:
         yield Trainer(settings, policy, engine, chat, None, packing)
     finally:
-        engine.sender = None
-        gc.collect()
+        engine.sender.close()
 
 
 def edit(policy, name="model.layers.0.self_attn.v_proj.weight", factor=-1.0):
@@ -68,11 +67,10 @@ def one_turn(engine, prompt=PROMPT * 3):
     return output
 
 
-@pytest.mark.parametrize("values", [{}, {"temperature": 0.7, "top_p": 1.0}], ids=["temperature 1", "temperature 0.7"])
-def test_log_probs_follow_the_weights(url, settings, values):
-    with training(settings, url, **values) as trainer:
+def test_log_probs_follow_the_weights(url, settings):
+    with training(settings, url) as trainer:
         before = canary_logprobs(trainer.policy, PROMPT * 2)
-        for step in range(3):
+        for step in range(2):
             result = trainer.step(step)
             assert result.losses["sampler_gap/max"] < 1e-3
             assert abs(result.losses["sampler_gap/sequence_ratio_max"] - 1) < 1e-2
@@ -80,8 +78,14 @@ def test_log_probs_follow_the_weights(url, settings, values):
         after = canary_logprobs(trainer.policy, PROMPT * 2)
         assert max(abs(a - b) for a, b in zip(before, after)) > 0.05
         episode = trainer.sample_groups(3)[0].episodes[0]
-        temperature = values.get("temperature", 1.0)
-        assert sampled(episode) == pytest.approx(trainers(trainer.policy, episode, temperature), abs=1e-3)
+        assert sampled(episode) == pytest.approx(trainers(trainer.policy, episode), abs=1e-3)
+
+
+def test_log_probs_are_of_the_distribution_that_was_sampled_from(url, settings):
+    with training(settings, url, temperature=0.7, prompts_per_step=1, num_generations=2) as trainer:
+        for episode in trainer.sample_groups(0)[0].episodes:
+            assert sampled(episode) == pytest.approx(trainers(trainer.policy, episode, 0.7), abs=1e-3)
+            assert sampled(episode) != pytest.approx(trainers(trainer.policy, episode, 1.0), abs=1e-2)
 
 
 def test_prefixes_cached_with_older_weights_are_not_read(url, settings, monkeypatch):
@@ -208,13 +212,16 @@ def test_a_killed_run_leaves_a_server_that_the_next_one_can_have(url, settings, 
 def test_a_server_over_two_workers(settings, tmp_path):
     """Tensor parallelism: every worker takes its part of each tensor."""
     flags = [*TRAINING, "--tensor-parallel-size", "2"]
+    cores = sorted(os.sched_getaffinity(0))  # vLLM wants to be told where there are fewer NUMA nodes than workers
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(serving(settings.model.model, tmp_path / "log.txt", *flags, dev=True))
-        with training(settings, address) as trainer:
+        address = stack.enter_context(serving(settings.model.model, tmp_path / "log.txt", *flags, dev=True, **threads))
+        with training(settings, address, num_generations=2) as trainer:
             assert "(2 workers)" in trainer.engine.description
             for step in range(2):
-                losses = trainer.step(step).losses
-                assert losses["sampler_gap/max"] < 1e-3 and losses["grad_norm"] > 0
+                assert trainer.step(step).losses["sampler_gap/max"] < 1e-3
+                edit(trainer.policy)  # whatever the update did
+                trainer.engine.weights_changed()
             stack.close()  # the server ends
             with pytest.raises(RunStopped, match="cannot be reached .* --resume RUN. goes on"):
                 trainer.step(2)
