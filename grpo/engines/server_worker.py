@@ -83,7 +83,11 @@ class WeightReceiver:
         """Take every weight, in the order of `names`, and load it as vLLM loads a checkpoint."""
         worker: Any = self
         weights = self._grpo_received(trainer, names, shapes, dtype)
-        worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+        try:
+            worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+        except Exception:
+            self._grpo_recover()
+            raise
         for name, _ in weights:
             raise RuntimeError(f"{name} was not taken")
         repack_heads(worker.get_model())
@@ -95,12 +99,25 @@ class WeightReceiver:
         worker: Any = self
         lengths = [shape[:1] for shape in shapes]
         received = list(self._grpo_received(trainer, names, lengths, "float32"))
+        if worker.parallel_config.world_size > 1:  # here is a part of each tensor
+            return {"differ": []}
         expected = {
             name: Expected(tuple(shape), functools.partial(_given, values))
             for (name, values), shape in zip(received, shapes, strict=True)
         }
         with torch.inference_mode():
             return {"differ": differing_checksums(expected, worker.get_model())}
+
+    def _grpo_recover(self) -> None:
+        """Layers that did not get all weights have no memory, and the next request would end the server: they get back
+        what they had, for another trainer."""
+        worker: Any = self
+        if (vllm_config := getattr(worker, "vllm_config", None)) is not None:
+            from vllm.config import set_current_vllm_config
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            with set_current_vllm_config(vllm_config):
+                finalize_layerwise_reload(worker.get_model(), worker.model_config)
 
     def _grpo_received(
         self, trainer: str, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: str

@@ -4,7 +4,6 @@ noticed."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import torch
 import urllib3
 
 from grpo import run
-from grpo.config import RunStopped, UsageError
+from grpo.config import RunStopped
 from grpo.engines import TurnRequest, server_weights
 from grpo.engines.choice import make_engine
 from grpo.engines.server_weights import EXTENSION, SCALE_OUT
@@ -147,16 +146,28 @@ def test_an_answer_from_other_weights_stops_the_run(url, settings):
             one_turn(trainer.engine)
 
 
-def test_a_model_of_another_shape_is_refused_and_the_server_lives(url, settings, monkeypatch):
+def test_a_transfer_that_breaks_off_leaves_a_server_for_the_next_run(url, settings, monkeypatch):
     def weights(model, tied_twice=False):
-        for key, tensor in named_weights(model, tied_twice):
-            yield key, tensor[:-1] if key == "model.norm.weight" else tensor
+        for number, pair in enumerate(named_weights(model, tied_twice)):
+            if number == 5 and sending:
+                raise KeyboardInterrupt
+            yield pair
 
-    with monkeypatch.context() as patch:
+    sending = False
+    with training(settings, url) as trainer, monkeypatch.context() as patch:
+        shapes = server_weights._names_and_shapes
+
+        def and_then(pairs):
+            nonlocal sending
+            found = shapes(pairs)
+            sending = True
+            return found
+
         patch.setattr(server_weights, "named_weights", weights)
-        with pytest.raises(UsageError, match="load: a worker there says: "), training(settings, url):
-            pass
-    gc.collect()
+        patch.setattr(server_weights, "_names_and_shapes", and_then)
+        trainer.engine.weights_changed()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.engine.wake()
     with training(settings, url) as trainer:
         assert one_turn(trainer.engine).token_ids
 
