@@ -38,6 +38,9 @@ GENERATE = "/inference/v1/generate"
 CANARY_LENGTH = 300  # tokens at most: above two blocks of a prefix cache, which have 128 tokens on a CPU
 
 
+Scored = tuple[list[int], list[float], list[str]]  # canary with one more token, its log-probs, tensors that differ
+
+
 @dataclass(frozen=True)
 class Served:
     """A server, the name under which it has the model, and over how many workers."""
@@ -102,7 +105,9 @@ class TrainingServers(ServerEngine):
         """What `wake` does; `at_start`, where nothing has been written yet, a UsageError is raised instead."""
         if self._stale:
             self._updates += 1
-            self._weights = distributed.first(self._send, at_start)
+            self._weights, found = distributed.first(self._send, at_start)
+            # In all processes, as the forward of a sharded model must not differ between them.
+            distributed.agreed(self._compare, found, at_start)
             self._stale = False
 
     def sleep(self) -> None:
@@ -113,19 +118,18 @@ class TrainingServers(ServerEngine):
         super().start(step, sampling)
         self.wake()
 
-    def _send(self, at_start: bool) -> str:
-        """Give all servers the policy's weights; the name that they have there."""
+    def _send(self, at_start: bool) -> tuple[str, list[Scored]]:
+        """Give all servers the policy's weights; the name that they have there, and what each makes of the canary."""
         assert self.sender
         name = f"{self.sender.trainer}-{self._updates}"
         try:
-            self._replace_weights(self.sender, name)
-        except (ServerError, RunStopped) as error:
+            return name, self._replace_weights(self.sender, name)
+        except ServerError as error:
             if at_start:
                 raise UsageError(str(error)) from error
             raise _stopped(error) from error
-        return name
 
-    def _replace_weights(self, sender: WeightSender, name: str) -> None:
+    def _replace_weights(self, sender: WeightSender, name: str) -> list[Scored]:
         for each in self.served:
             each.server.command("/pause?mode=abort")
         sender.load(self.policy.model)
@@ -134,8 +138,14 @@ class TrainingServers(ServerEngine):
             each.server.command("/update_weight_version", {"new_version": name})
             self.forget_prefixes(each.server)
             each.server.command("/resume")
-        for each, wrong in zip(self.served, differing, strict=True):
-            compare(self.policy, *self._canary_logprobs(each), wrong, f"--vllm-url {each.server.url}:")
+        return [(*self._canary_logprobs(each), wrong) for each, wrong in zip(self.served, differing, strict=True)]
+
+    def _compare(self, found: Sequence[Scored], at_start: bool) -> None:
+        try:
+            for each, (ids, logprobs, wrong) in zip(self.served, found, strict=True):
+                compare(self.policy, ids, logprobs, wrong, f"--vllm-url {each.server.url}:")
+        except RunStopped as error:
+            raise (UsageError(str(error)) if at_start else error) from None
 
     def forget_prefixes(self, server: Server) -> None:
         """No key or value that was computed before is read again. Raises ServerError where the server refuses."""
@@ -326,6 +336,5 @@ def weights_of(server: Server, answer: Mapping[str, Any]) -> set[str]:
         raise server.error("does not say which weights it samples with (`weight_versions`); vLLM 0.32 does") from None
 
 
-def _stopped(error: Exception) -> RunStopped:
-    advice = "; when its servers are there again, `python train.py --resume RUN` goes on"
-    return RunStopped(f"{error}{advice if isinstance(error, ServerError) else ''}")
+def _stopped(error: ServerError) -> RunStopped:
+    return RunStopped(f"{error}; when its servers are there again, `python train.py --resume RUN` goes on")
