@@ -73,8 +73,7 @@ class Answer:
             return [{"role": "user", "content": text}]
         contents = [text] + [NOT_RUN] * (len(self.call_ids) - 1)
         return [
-            {"role": "tool", "tool_call_id": call, "content": content}
-            for call, content in zip(self.call_ids, contents)
+            {"role": "tool", "tool_call_id": call, "content": content} for call, content in zip(self.call_ids, contents)
         ]
 
 

@@ -63,9 +63,7 @@ class Saver:
     def _progress(self, step: int) -> Progress:
         """What a checkpoint says of the run; what it covers is on the disk by then."""
         assert self.history
-        progress = Progress(
-            self.run_id, self.config, step, position(self.settings, step), self.history.position
-        )
+        progress = Progress(self.run_id, self.config, step, position(self.settings, step), self.history.position)
         sync(self.history.path)
         for covered in range(self.saved + 1, step + 1):
             for path in completion_paths(self.folder / "completions", covered):

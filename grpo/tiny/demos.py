@@ -298,6 +298,6 @@ def texts_of_the_domain() -> list[str]:
         texts += [request.text for request in family.requests]
         for name, spec in family.fields.items():
             spaced = name.replace("_", " ")
-            texts.append(f'Family: {family.name}\n{name}, {name}\n{spaced}\nWhat is the {spaced}?')
+            texts.append(f"Family: {family.name}\n{name}, {name}\n{spaced}\nWhat is the {spaced}?")
             texts += [f'{spaced}: {value}.\n"{name}": "{value}", ' for value in spec.values]
     return texts

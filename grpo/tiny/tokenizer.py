@@ -57,7 +57,10 @@ def build_tokenizer(corpus: Iterable[str], out: Path, max_length: int) -> PreTra
     tokenizer.train_from_iterator([*corpus, *open_vocabulary(4000, seed=0)], trainer)
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD, model_max_length=max_length,
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = (Path(__file__).parent / "chat_template.jinja").read_text()
