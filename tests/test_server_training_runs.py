@@ -193,6 +193,7 @@ def test_two_processes_sample_and_train_what_one_does(folder, chat, tmp_path):
                 if distributed.is_first():
                     (tmp_path / "two.json").write_text(json.dumps(found))
 
+        gc.collect()
         ended = processes.run(2, tmp_path, work)
         assert ended.codes == [0, 0], ended.output
         for server in (first, second):
@@ -207,6 +208,7 @@ def test_two_processes_sample_and_train_what_one_does(folder, chat, tmp_path):
 def test_all_processes_end_with_one_line(folder, chat, tmp_path):
     with serving(chat, folder, quantization="fp8") as [server]:
         words = flags(folder, tmp_path / "run", [server])
+        gc.collect()  # connections of earlier tests must not be closed in a fork, which has not their threads
         ended = processes.run(2, tmp_path, lambda: exit(train_py(words)))
     assert ended.codes == [2, 2]
     lines = [line for output in ended.output for line in output.splitlines() if line.startswith("error: ")]
