@@ -128,6 +128,7 @@ Each verdict is at 95 % by itself: of twenty changes that are none, one would be
 def verdict_line(found: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
     """One verdict in one line, for the terminal."""
     what, change, interval, _, told = _verdict_cells(found, verdict)
+    interval = "(one seed: no interval)" if verdict["interval"] is None else interval
     return f"{what} {change} {interval}: {told}"
 
 
