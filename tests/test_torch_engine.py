@@ -106,6 +106,27 @@ def test_a_decoder_that_disagrees_is_not_used(wrong, monkeypatch):
     assert largest_gap(model, episodes) < 1e-4
 
 
+class ScaledLogits(transformers.Qwen3ForCausalLM):
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.logits = output.logits * 1.05
+        return output
+
+
+@pytest.mark.parametrize("unlike", ["another activation", "a forward of its own"])
+def test_what_a_comparison_in_bfloat16_cannot_tell_is_known_beforehand(unlike):
+    """Either changes log-probs by 0.05 and logits by less than their rounding may."""
+    gelu = unlike == "another activation"
+    model = toy.make_model(TOKENIZER, initializer_range=0.05, hidden_act="gelu" if gelu else "silu")
+    if not gelu:
+        model = ScaledLogits(model.config).eval()
+    engine, episodes = engine_for(model, dtype=torch.bfloat16), episodes_of(groups=2, members=2)
+    assert isinstance(engine._decode, OwnForward)
+    play(engine, episodes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert largest_gap(model, episodes) < 0.01
+
+
 def test_bfloat16_compute_is_the_trainers_autocast():
     model = toy.make_model(TOKENIZER)
     episodes = episodes_of(groups=2, members=2)

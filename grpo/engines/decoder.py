@@ -25,7 +25,8 @@ from torch import Tensor
 from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, attend
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Layers of transformers that compute what is written above, norms of queries and keys being Qwen3's alone."""
+"""Layers of transformers that compute what is written above, norms of queries and keys being Qwen3's alone; with the
+default `hidden_act`."""
 
 
 class Decoder:
@@ -39,7 +40,7 @@ class Decoder:
     def of(cls, model: Any) -> Decoder | None:
         body = model.get_decoder() if hasattr(model, "get_decoder") else None
         layers = getattr(body, "layers", ())
-        known = bool(layers) and all(type(layer).__name__ in LAYERS for layer in layers)
+        known = bool(layers) and all(map(_is_known, layers)) and _is_of_transformers(model)
         return cls(model) if known and model.get_output_embeddings() is not None else None
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
@@ -57,6 +58,17 @@ class Decoder:
             h, mlp = layer.post_attention_layernorm.forward(x), layer.mlp
             x = x + mlp.down_proj.forward(F.silu(mlp.gate_proj.forward(h)).mul_(mlp.up_proj.forward(h)))
         return self.head.forward(self.body.norm.forward(x))
+
+
+def _is_known(layer: Any) -> bool:
+    """By what it is made of: in bfloat16 the engine's comparison cannot tell a GELU of small numbers from a SiLU."""
+    known = type(layer).__name__ in LAYERS and _is_of_transformers(layer)
+    return known and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _is_of_transformers(module: Any) -> bool:
+    """Code of others may have the same names, or a forward around transformers' that does more."""
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def _attention(module: Any, h: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout) -> Tensor:
