@@ -254,6 +254,8 @@ def parse(args: list[str], env: dict[str, str] | None = None, defaults: Config |
         config = config.with_values({"recipe": defaults.run.recipe})
     with naming_variables(args, env):
         validate(config)
+    if not config.rollout.vllm_url and "--vllm-url" in (arg.replace("_", "-") for arg in args):
+        raise UsageError("--vllm-url: needs an address such as http://localhost:8000")  # an empty variable in a shell
     loss_type = config.loss.loss_type
     for name in UNUSED_CLIP.get(loss_type, ()):
         value = flag_value(args, name)

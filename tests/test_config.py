@@ -76,6 +76,8 @@ def test_recipes_name_every_semantic(name):
         (["--learning-rate", "inf"], "--learning-rate inf"),
         (["--recipe", "best"], "--recipe best"),
         (["--kl-in", "reward", "--beta", "0"], "--kl-in reward"),
+        (["--vllm-url"], "--vllm-url: needs an address"),
+        (["--vllm_url", "--seed", "1"], "--vllm-url: needs an address"),
     ],
 )
 def test_bad_values_are_one_line_that_names_the_flag(args, names):
