@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from grpo.config import Config, RunStopped
 from grpo.engines import TurnRequest, server_weights
 from grpo.engines.choice import make_engine
 from grpo.engines.vllm_tensors import named_weights
+from grpo.engines.weight_channel import TRANSFER_SECONDS
 from grpo.sampling import SamplingConfig
 from scenarios.generator import held_out
 from tests.stand_in import serve
@@ -141,7 +143,7 @@ def test_adapters_arrive_merged(folder, chat):
 
 
 def stopped(folder, chat, break_it, action=None, **options) -> str:
-    """The line with which the run ends after `break_it(server, engine, monkeypatch)` and an update."""
+    """The line with which the run ends, soon, after `break_it(server, engine, monkeypatch)` and an update."""
     with serving(chat, folder, **options) as [server], pytest.MonkeyPatch.context() as patch:
         engine = make(folder, [server]).engine
         engine.start(0, SamplingConfig(0.0))
@@ -149,9 +151,11 @@ def stopped(folder, chat, break_it, action=None, **options) -> str:
         break_it(server, engine, patch)
         change(engine.policy)
         engine.weights_changed()
+        began = time.monotonic()
         with pytest.raises(RunStopped) as raised:
             engine.start(1)
             one_turn(engine)
+        assert time.monotonic() - began < TRANSFER_SECONDS / 2, "somebody waited for a tensor that nobody takes"
     line = str(raised.value)
     assert line.startswith(f"--vllm-url {server.url}: ") and "\n" not in line
     return line
