@@ -160,7 +160,7 @@ def open_record(file: Path, device: str) -> tuple[int, RolloutRecord, Config]:
         raise UsageError(f"{file}: of another version of this program ({error})") from error
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}{hints.record(file)}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"{file}: says nothing usable of its step and settings ({error})") from error
 
 

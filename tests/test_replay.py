@@ -257,6 +257,8 @@ def test_a_batch_that_breaks_an_invariant_is_shown_as_that(finished, tmp_path, c
     ("problem", "said"),
     [("missing", "x.json.gz: No such file"), ("junk", "x.json.gz: not a rollout record"),
      ("no config", "x.json.gz: says nothing usable of its step and settings"),
+     ("config of another kind", "x.json.gz: says nothing usable of its step and settings"),
+     ("no such step", "x.json.gz: says nothing usable of its step and settings"),
      ("other version", "x.json.gz: of another version of this program (unknown setting 'a_knob_of_old')"),
      ("weights", "nothing.safetensors: not weights of"), ("damaged checkpoint", "--weights: ")],
 )  # fmt: skip
@@ -267,6 +269,10 @@ def test_bad_input_is_one_line_and_exit_code_2(finished, tmp_path, capsys, probl
         path.write_bytes(b"junk")
     elif problem == "no config":
         rollout_record.save(path, record.groups, step=1)
+    elif problem == "config of another kind":
+        rollout_record.save(path, record.groups, step=1, config=[])
+    elif problem == "no such step":
+        rollout_record.save(path, record.groups, **record.about | {"step": float("inf")})
     elif problem == "other version":
         rollout_record.save(path, record.groups, step=1, config={"a_knob_of_old": 1})
     elif problem != "missing":
