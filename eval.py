@@ -73,7 +73,7 @@ class Arguments:
     """Compute type. auto: float32 on a CPU, bfloat16 on a GPU."""
     vllm_url: Address = None
     """Ask a running `vllm serve` (or a server like it) at this address; --model names the model that it serves, whose
-    tokenizer is read here. Evaluation only: a server cannot be trained through it."""
+    tokenizer is read here. Training: train.py --vllm-url, docs/vllm_servers.md."""
     api_base: Address = None
     """Ask the OpenAI-compatible chat endpoint at this address; --model names the model there. The key is read from
     OPENAI_API_KEY. With --output, an evaluation that was stopped goes on where it was."""

@@ -8,8 +8,8 @@ second where few rows pass, as in decoding:
     F.linear      193   206   205 GFLOP/s      18    11    11     9     5     3 GB/s
     here          431   400   382              53    25    21    18    14     9
 
-A product of a new shape costs a quarter of a millisecond more, once: small ones are left to PyTorch. On an AMD processor
-without AVX-512 (Zen 3) both are equal, 65 to 70 GFLOP/s with one thread.
+A product of a new shape costs a quarter of a millisecond more, once: small ones are left to PyTorch. On an AMD
+processor without AVX-512 (Zen 3) both are equal, 65 to 70 GFLOP/s with one thread.
 """
 
 from __future__ import annotations
