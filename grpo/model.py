@@ -208,7 +208,10 @@ def hidden_states(policy: Policy, batch: TokenBatch) -> torch.Tensor:
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options
         )
     policy.model.eval()
-    return output.last_hidden_state[batch.predict_rows, batch.predict_cols]  # [N, D]
+    hidden = output.last_hidden_state  # [R, T, D]
+    # Not hidden[rows, cols]: its backward adds what falls on one position (a prompt's last token predicts for every
+    # member of its group) in the order in which threads come, so that two runs differ in the last digits.
+    return hidden.flatten(0, 1).index_select(0, batch.predict_rows * hidden.shape[1] + batch.predict_cols)  # [N, D]
 
 
 def enable_packing(policy: Policy, max_context: int) -> str | None:

@@ -15,7 +15,7 @@ from grpo import run, tree_attention
 from grpo.batching import Packing, make_microbatches
 from grpo.config import Config, LossConfig, ModelConfig
 from grpo.head import policy_loss, score
-from grpo.model import Policy, enable_packing, load_policy
+from grpo.model import Policy, enable_packing, hidden_states, load_policy
 from grpo.reference import Reference
 from grpo.tree_attention import Segment, TreeLayout
 from tests import toy
@@ -91,6 +91,25 @@ def test_packed_equals_padded(policies, max_tokens, prefix, loss_type):
     for name, gradient in gradients.items():
         assert gradient.norm() > 0
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_gradients_of_several_threads_repeat_to_the_bit():
+    """A prompt's last position predicts the first token of all members: what they add there has one order."""
+    policy = load_policy(ModelConfig(model="tiny", device="cpu"))
+    assert enable_packing(policy, max_context=400) is None
+    prompt = tuple(range(100, 140))
+    members = [episode(prompt, tuple(range(5 + i, 105 + i)), [1] * 100) for i in range(8)]
+    (batch,) = make_microbatches(members, [1.0] * 8, max_tokens=2000, packing=Packing())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        hidden = hidden_states(policy, batch)
+        gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        weight = policy.model.model.norm.weight
+        first, *others = (torch.autograd.grad(hidden_states(policy, batch), weight, gradient)[0] for _ in range(10))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_bfloat16_is_as_good_packed_as_padded(policies, folder):
