@@ -76,7 +76,7 @@ def objective(policy, batch, tokens, config):
     )  # fmt: skip
     chosen.retain_grad()
     loss.backward()
-    # What rounding of the log-probs makes of the loss: each is a difference of a logit and a log-sum-exp, as large as it.
+    # What rounding of the log-probs, each a difference of a logit and a log-sum-exp, makes of the loss.
     rounding = torch.finfo(torch.float32).eps * (chosen.grad * chosen).abs().sum()
     return loss.detach(), metrics, gradients(policy), rounding.item()
 
