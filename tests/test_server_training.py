@@ -1,6 +1,6 @@
 """Training with rollouts from servers: who has which weights, in which order, and what stops a run.
 
-The servers here are stand-ins with the real receiving end of weights; tests/vllm_engine/test_server_training.py has
+The servers here are stand-ins with the real receiving end of weights; tests/vllm_engine/test_training_servers.py has
 real ones.
 """
 
