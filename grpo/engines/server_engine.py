@@ -217,20 +217,27 @@ def completion_body(
     return {
         "model": model,
         "prompt": prompt,
+        **turn_parameters(max_tokens, sampling, seed, eos_ids),
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "return_token_ids": True,
+    }
+
+
+def turn_parameters(max_tokens: int, sampling: SamplingConfig, seed: int, eos_ids: Collection[int]) -> dict[str, Any]:
+    """How a turn is sampled and where it ends, under vLLM's names."""
+    return {
         "max_tokens": max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p if sampling.temperature else 1.0,
         "seed": seed,
         "top_k": 0,
         "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "n": 1,
         "ignore_eos": True,  # the server's idea of it; ours follows
         "stop_token_ids": sorted(eos_ids),
         "logprobs": 0,  # of the sampled token alone
-        "return_token_ids": True,
     }
 
 

@@ -28,7 +28,7 @@ from grpo.config import RunStopped, UsageError
 from grpo.console import counted
 from grpo.endpoint import Server, ServerError
 from grpo.engines import TurnOutput, TurnRequest
-from grpo.engines.server_engine import ServerEngine, check_answers, find_model
+from grpo.engines.server_engine import ServerEngine, check_answers, find_model, turn_parameters
 from grpo.engines.server_weights import SCALE_OUT, START, WeightSender, describe, without
 from grpo.engines.vllm_sync import compare
 from grpo.model import Policy, source_of
@@ -297,18 +297,7 @@ def generate_body(
     return {
         "model": model,
         "token_ids": list(prompt),
-        "sampling_params": {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature else 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,  # the server's idea of it; ours follows
-            "stop_token_ids": sorted(eos_ids),
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        },
+        "sampling_params": turn_parameters(max_tokens, sampling, seed, eos_ids) | {"detokenize": False},
     }
 
 
