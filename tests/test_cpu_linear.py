@@ -25,6 +25,7 @@ def layer(inputs: int, outputs: int, bias: bool = False) -> torch.nn.Linear:
 @pytest.mark.parametrize("bias", [False, True])
 def test_numbers_and_gradients(shape, bias, monkeypatch):
     used, product = [], cpu_linear.product
+    monkeypatch.setattr(cpu_linear, "wide_vectors", lambda: True)
     monkeypatch.setattr(cpu_linear, "product", lambda a, b: used.append(1) or product(a, b))
     own = layer(1024, 520, bias)
     other = copy.deepcopy(own)
@@ -57,20 +58,23 @@ def test_gradients_of_strided_tensors():
 
 
 @pytest.mark.parametrize(
-    "x, outputs, meant",
+    "x, outputs, with_avx512, without",
     [
-        (torch.randn(1, 4, 128), 256, False),  # small: a new shape costs more than it saves
-        (torch.randn(1, 4, 1024), 512, True),  # 2 MB of weights
-        (torch.randn(2, 256, 128), 256, True),  # 512 rows
-        (torch.randn(2, 255, 128), 256, False),
-        (torch.randn(1024), 512, False),
-        (torch.randn(1, 4, 1024).double(), 512, False),
-        (torch.randn(1, 4, 1024).bfloat16(), 512, False),
+        (torch.randn(1, 4, 128), 256, False, False),  # small: a new shape costs more than it saves
+        (torch.randn(1, 4, 1024), 512, True, True),  # 2 MB of weights
+        (torch.randn(1, 129, 1024), 512, True, False),  # and many rows
+        (torch.randn(2, 256, 128), 256, True, False),  # 512 rows
+        (torch.randn(2, 255, 128), 256, False, False),
+        (torch.randn(1024), 512, False, False),
+        (torch.randn(1, 4, 1024).double(), 512, False, False),
+        (torch.randn(1, 4, 1024).bfloat16(), 512, False, False),
     ],
 )
-def test_what_it_is_for(x, outputs, meant):
+def test_what_it_is_for(x, outputs, with_avx512, without, monkeypatch):
     weight = torch.randn(outputs, x.shape[-1], dtype=x.dtype)
-    assert cpu_linear.worth_it(x, weight) == meant
+    for wide, meant in ((False, without), (True, with_avx512)):
+        monkeypatch.setattr(cpu_linear, "wide_vectors", lambda: wide)  # noqa: B023 (used within the loop)
+        assert cpu_linear.worth_it(x, weight) == meant
     with torch.autocast("cpu", torch.bfloat16):
         assert not cpu_linear.worth_it(x, weight)
     torch.testing.assert_close(cpu_linear.multiply(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-3)
