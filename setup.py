@@ -60,6 +60,8 @@ setup(
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "numpy>=1.26",
+        # What the sampler does between products on a CPU. Not pinned: vLLM pins it.
+        "numba>=0.61",
         "pydantic>=2.7",
         "tyro>=0.9",
         "rich>=13",

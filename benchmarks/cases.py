@@ -53,7 +53,7 @@ _QWEN3_0_6B = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=1
                    intermediate_size=3072, vocab_size=151936)  # fmt: skip
 CASES = {
     "a": Case("a", "random Qwen3, 2 layers, D=64, V=151936", 2, 4, 128, True, 530, _SMALL),
-    "b": Case("b", "bundled tiny policy, multi-turn episodes", 3, 8, 320, False, microbatch_tokens=2048),
+    "b": Case("b", "bundled tiny policy, multi-turn episodes", 3, 8, 320, False),
     "c": Case("c", "random Qwen3 of 0.6B's shape", 2, 4, 128, True, 530, _QWEN3_0_6B),
 }
 

@@ -16,6 +16,7 @@ segments travel in one call of variable-length flash attention (`torch.nn.attent
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -78,29 +79,27 @@ class TreeLayout:
         parts = [torch.arange(s, s + segment.length) for s, segment in zip(starts, self.segments)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
-    def blocks(self) -> list[tuple[slice, slice, bool]]:
-        """What attends to what, by segments: (keys among P + T, queries among T, causal). A query's own segment comes
-        before its ancestors. Raises ValueError unless segments are in depth-first order, descendants right behind."""
+    def blocks(self) -> tuple[list[int], list[tuple[slice, slice]]]:
+        """What attends to what, by segments: the length of each, which attends to itself, and the segments that have
+        descendants, with these: (keys among P + T, queries among T). Raises ValueError unless segments are in
+        depth-first order, descendants right behind."""
         if "blocks" not in self._cached:
             for i, segment in enumerate(self.segments):
                 if segment.parent >= 0 and segment.parent not in (i - 1, *self.ancestors(i - 1)):
                     raise ValueError(f"segment {i} does not stand among the descendants of its parent {segment.parent}")
-            starts = [0]
-            for segment in self.segments:
-                starts.append(starts[-1] + segment.length)
-            causal, dense = [], []
-            for i, segment in enumerate(self.segments):
-                own = slice(starts[i], starts[i] + segment.length)
-                keys = slice(self.prefix_length + own.start, self.prefix_length + own.stop)
-                causal.append((keys, own, True))
+            lengths = [segment.length for segment in self.segments]
+            starts = [0, *itertools.accumulate(lengths)]
+            dense = []
+            for i in range(len(lengths)):
                 end = i + 1
-                while end < len(self.segments) and i in self.ancestors(end):
+                while end < len(lengths) and i in self.ancestors(end):
                     end += 1
                 if end > i + 1:
-                    dense.append((keys, slice(own.stop, starts[end]), False))
+                    keys = slice(self.prefix_length + starts[i], self.prefix_length + starts[i + 1])
+                    dense.append((keys, slice(starts[i + 1], starts[end])))
             if self.prefix_length:
-                dense.append((slice(0, self.prefix_length), slice(0, starts[-1]), False))
-            self._cached["blocks"] = causal + dense
+                dense.append((slice(0, self.prefix_length), slice(0, starts[-1])))
+            self._cached["blocks"] = lengths, dense
         return self._cached["blocks"]
 
     def mask(self, index: int, share: int, like: Tensor) -> Tensor:
@@ -185,19 +184,18 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scaling: float) -> Tensor:
         """query [1, H, T, d], key and value [1, H_kv, P + T, d] -> [1, H, T, d]."""
+        own, dense = layout.blocks()
+        parts = zip(query.split(own, 2), *(x[:, :, layout.prefix_length :].split(own, 2) for x in (key, value)))
+        found = [_block_forward(*each, True, scaling) for each in parts]
         # [1, T, H, d] in memory: what the model reshapes it to next, without a copy.
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        lse = torch.empty(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-        for keys, queries, causal in layout.blocks():
+        output = torch.cat([each.transpose(1, 2) for each, _ in found], 1).transpose(1, 2)
+        lse = torch.cat([each for _, each in found], 2)
+        for keys, queries in dense:
             q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            found, found_lse = _block_forward(q, k, v, causal, scaling)
-            if causal:  # a query's own segment comes first
-                output[:, :, queries], lse[:, :, queries] = found, found_lse
-            else:
-                before = lse[:, :, queries]
-                weight = torch.sigmoid(found_lse - before)[..., None].to(found.dtype)
-                output[:, :, queries] = torch.lerp(output[:, :, queries], found, weight)
-                lse[:, :, queries] = torch.logaddexp(before, found_lse)
+            more, more_lse = _block_forward(q, k, v, False, scaling)
+            so_far, so_far_lse = output[:, :, queries], lse[:, :, queries]
+            so_far.lerp_(more, torch.sigmoid(more_lse - so_far_lse)[..., None].to(more.dtype))
+            torch.logaddexp(so_far_lse, more_lse, out=so_far_lse)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.layout, ctx.scaling = layout, scaling
         return output
@@ -205,18 +203,19 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for keys, queries, causal in ctx.layout.blocks():
-            of_grad, of_query, of_output, of_lse = (x[:, :, queries] for x in (grad, query, output, lse))
-            q, k, v = _block_backward(
-                of_grad, of_query, of_output, of_lse, key[:, :, keys], value[:, :, keys], causal, ctx.scaling
-            )
-            if causal:
-                grad_query[:, :, queries] = q
-            else:
-                grad_query[:, :, queries] += q
-            grad_key[:, :, keys] += k
-            grad_value[:, :, keys] += v
+        own, dense = ctx.layout.blocks()
+        start = ctx.layout.prefix_length
+        of_queries = (x.split(own, 2) for x in (grad, query, output, lse))
+        of_keys = (x[:, :, start:].split(own, 2) for x in (key, value))
+        found = [_block_backward(*each, True, ctx.scaling) for each in zip(*of_queries, *of_keys)]
+        grad_query, *grad_keys = (torch.cat(each, 2) for each in zip(*found))
+        grad_key, grad_value = (F.pad(each, (0, 0, start, 0)) if start else each for each in grad_keys)
+        for keys, queries in dense:
+            of_queries = (x[:, :, queries] for x in (grad, query, output, lse))
+            q, k, v = _block_backward(*of_queries, key[:, :, keys], value[:, :, keys], False, ctx.scaling)
+            grad_query[:, :, queries].add_(q)
+            grad_key[:, :, keys].add_(k)
+            grad_value[:, :, keys].add_(v)
         return grad_query, grad_key, grad_value, None, None
 
 

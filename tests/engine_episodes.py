@@ -14,8 +14,12 @@ TOKENIZER = toy.make_tokenizer()
 EOS = frozenset(range(0, len(TOKENIZER), 15))  # many, so that a random model ends its turns at different lengths
 
 
-def engine_for(model, **options) -> TorchEngine:
-    return TorchEngine(model, EOS, **{"max_context": 1024, "slots": 5} | options)
+def engine_for(model, compiled=True, **options) -> TorchEngine:
+    """`compiled` False: forwards of few tokens go the way of those of many."""
+    engine = TorchEngine(model, EOS, **{"max_context": 1024, "slots": 5} | options)
+    if not compiled:
+        engine._decode.few_tokens = 0
+    return engine
 
 
 def some_ids(rng: random.Random, n: int) -> tuple[int, ...]:

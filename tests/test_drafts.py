@@ -8,7 +8,6 @@ import torch
 from grpo.config import Config
 from grpo.engines.choice import make_engine
 from grpo.engines.drafts import Drafts
-from grpo.engines.torch_engine import TorchEngine
 from grpo.model import load_policy
 from grpo.rollout import rollout
 from grpo.run import make_chat
@@ -56,14 +55,8 @@ def test_logprobs_of_drafted_tokens_are_those_of_a_fresh_forward():
     assert largest_gap(model, episodes, temperature=0.15) < 1e-4
 
 
-@pytest.mark.parametrize("apart", [None, True, False])
-def test_perfect_guesses_and_wrong_ones(apart, monkeypatch):
-    """Be the drafts in one rectangle with the last tokens or calls of their own, or one or the other as they come."""
-    if apart is not None:
-        monkeypatch.setattr(TorchEngine, "_drafts_apart", lambda engine, drafted: apart)
-    else:
-        chosen, choose = set(), TorchEngine._drafts_apart
-        monkeypatch.setattr(TorchEngine, "_drafts_apart", lambda *args: [choose(*args), chosen.add(choose(*args))][0])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_perfect_guesses_and_wrong_ones(compiled, monkeypatch):
     plain, forwards, _ = run(draft_length=0)
     everything = [e.ids for e in plain]
 
@@ -71,7 +64,7 @@ def test_perfect_guesses_and_wrong_ones(apart, monkeypatch):
         whole = next(each for each in everything if each[: len(ids)] == ids)
         return whole[len(ids) : len(ids) + max(0, length)]
 
-    perfect, fewest, _ = run(draft_length=6, guess=oracle, monkeypatch=monkeypatch)
+    perfect, fewest, _ = run(draft_length=6, compiled=compiled, guess=oracle, monkeypatch=monkeypatch)
     assert_same(plain, perfect)
     assert fewest < 0.4 * forwards  # turns are short, and their first token is never drafted
 
@@ -81,10 +74,9 @@ def test_perfect_guesses_and_wrong_ones(apart, monkeypatch):
         right = oracle(drafts, ids, length)
         return [token if rng.random() < 0.6 else rng.randrange(len(TOKENIZER)) for token in right[: rng.randint(0, 6)]]
 
-    mixed, between, _ = run(draft_length=6, guess=half_wrong, monkeypatch=monkeypatch)
+    mixed, between, _ = run(draft_length=6, compiled=compiled, guess=half_wrong, monkeypatch=monkeypatch)
     assert_same(plain, mixed)
     assert fewest < between < forwards
-    assert apart is not None or chosen == {True, False}
 
 
 def test_the_last_tokens_of_a_full_context():

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from grpo import sampling
 from grpo.sampling import BLOCK, SamplingConfig, random_stream, sample, uniforms
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 20], ids=["torch", "compiled"])
+def both_ways(request, monkeypatch):
+    monkeypatch.setattr(sampling, "FEW_LOGITS", request.param)
 
 
 def _grid(steps: int, members: int, positions: int, seed: int = 42) -> np.ndarray:

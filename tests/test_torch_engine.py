@@ -22,11 +22,12 @@ from tests.engine_episodes import EOS, TOKENIZER, engine_for, episodes_of, large
     [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": False}],
     ids=["grouped queries", "as many key heads", "one key head, untied"],
 )
-def test_logprobs_equal_a_fresh_forward(shape):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_logprobs_equal_a_fresh_forward(shape, compiled):
     """Several turns of unequal lengths, groups, more episodes than slots, replies that come late."""
     model = toy.make_model(TOKENIZER, **shape)
     episodes = episodes_of()
-    play(engine_for(model), episodes, max_delay=3)
+    play(engine_for(model, compiled), episodes, max_delay=3)
     assert all(len(episode.finishes) >= 3 for episode in episodes)
     assert {finish for episode in episodes for finish in episode.finishes} == {"stop", "length"}
     assert largest_gap(model, episodes) < 1e-4

@@ -36,7 +36,7 @@ def test_attention_that_shares_a_prefix_changes_nothing(monkeypatch, shape):
     monkeypatch.setattr(slots, "_attend_shared", lambda *args: used.append(args[-1]) or attend(*args))
     for rows in (4, 99):  # from how many rows on the prefix is read once; 99: never
         monkeypatch.setattr(torch_engine, "SHARING_ROWS", rows)
-        engine = engine_for(model, slots=8)
+        engine = engine_for(model, compiled=False, slots=8)
         used.clear()
         rng = random.Random(3)
         system = some_ids(rng, 150)

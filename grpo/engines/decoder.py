@@ -18,23 +18,33 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo import compiled
 from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, attend
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Layers of transformers that compute what is written above, norms of queries and keys being Qwen3's alone; with the
 default `hidden_act`."""
 
+FEW_TOKENS = 256
+FEW_TERMS = 8 << 20  # of attention: tokens * keys * width
+NO_WEIGHT = np.empty(0, dtype=np.float32)
+
 
 class Decoder:
     """The forward of `model`, which must be one of these: `Decoder.of` gives None for others."""
 
+    few_tokens = FEW_TOKENS
+
     def __init__(self, model: Any):
         self.body = model.get_decoder()
         self.head = model.get_output_embeddings()
+        heads = model.config.get_text_config().num_attention_heads
+        self.width = heads * self.body.layers[0].self_attn.head_dim
 
     @classmethod
     def of(cls, model: Any) -> Decoder | None:
@@ -46,10 +56,12 @@ class Decoder:
     def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
         """Logits [N - unread, V] of all tokens but the first `unread`; ids and positions [N] int64."""
         x = self.body.embed_tokens(ids)  # [N, D]
-        cos, sin = (table[0, :, None] for table in self.body.rotary_emb(x, positions[None]))  # [N, 1, d]
+        cos, sin = self.body.rotary_emb(x, positions[None])  # [1, N, d]
+        if self._is_small(x, cache, layout):
+            return self._compiled(x, cos[0], sin[0], cache, layout, unread)
         # rotate_half negates one half and swaps the two; the sign goes to the sines, once for all layers.
         first, second = sin.chunk(2, -1)
-        sin = torch.cat([-first, second], -1)
+        cos, sin = cos[0, :, None], torch.cat([-first, second], -1)[0, :, None]  # [N, 1, d]
         for index, layer in enumerate(self.body.layers):
             attention = _attention(layer.self_attn, layer.input_layernorm.forward(x), cos, sin, cache, layout)
             if index == len(self.body.layers) - 1:
@@ -58,6 +70,46 @@ class Decoder:
             h, mlp = layer.post_attention_layernorm.forward(x), layer.mlp
             x = x + mlp.down_proj.forward(F.silu(mlp.gate_proj.forward(h)).mul_(mlp.up_proj.forward(h)))
         return self.head.forward(self.body.norm.forward(x))
+
+    def _is_small(self, x: Tensor, cache: SlotCache, layout: Layout) -> bool:
+        """Is what stands between the products little enough for one thread, and of a type that is compiled?"""
+        few = len(x) <= self.few_tokens and len(x) * layout.longest * self.width <= FEW_TERMS
+        weight = self.body.norm.weight
+        return few and x.device.type == "cpu" and x.dtype == cache.dtype == weight.dtype == torch.float32
+
+    def _compiled(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
+        """The same by `compiled`'s functions. Each layer's last sum is left to the next one's norm."""
+        rows, positions = layout.rows.numpy(), layout.positions.numpy()
+        twins = np.array(layout.twins, dtype=np.int64)
+        cosines, sines, change = cos.numpy(), sin.numpy(), x.numpy()[:0]
+
+        def norm(module: Any) -> Tensor:
+            normed = torch.empty_like(x)
+            weight = module.weight.detach().numpy()
+            compiled.add_norm(x.numpy(), change, weight, module.variance_epsilon, normed.numpy())
+            return normed
+
+        for layer in self.body.layers:
+            attention = layer.self_attn
+            h, split = norm(layer.input_layernorm), (len(x), -1, attention.head_dim)
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            query, key, value = (p.forward(h).view(split).numpy() for p in projections)
+            weights, eps = (NO_WEIGHT, NO_WEIGHT), 0.0
+            if hasattr(attention, "q_norm"):
+                weights = tuple(n.weight.detach().numpy() for n in (attention.q_norm, attention.k_norm))
+                eps = attention.q_norm.variance_epsilon
+            pools = tuple(pool.numpy() for pool in cache.layer(attention.layer_idx, key.shape[1], key.shape[2]))
+            compiled.write(query, key, value, *weights, eps, cosines, sines, rows, positions, *pools)
+            if layer is self.body.layers[-1]:
+                x, query, rows, positions = x[unread:], query[unread:], rows[unread:], positions[unread:]
+            mixed = torch.empty(query.shape)
+            compiled.attend(query, *pools, rows, positions, twins, attention.scaling, mixed.numpy())
+            change = attention.o_proj.forward(mixed.flatten(1)).numpy()
+            h, mlp = norm(layer.post_attention_layernorm), layer.mlp
+            gate = mlp.gate_proj.forward(h)
+            compiled.gated(gate.numpy(), mlp.up_proj.forward(h).numpy())
+            change = mlp.down_proj.forward(gate).numpy()
+        return self.head.forward(norm(self.body.norm))
 
 
 def _is_known(layer: Any) -> bool:
@@ -86,6 +138,8 @@ def _attention(module: Any, h: Tensor, cos: Tensor, sin: Tensor, cache: SlotCach
 
 class OwnForward:
     """The same by the model's own forward, which is given the cache and an attention function."""
+
+    few_tokens = 0  # as many go another way
 
     def __init__(self, model: Any):
         self.model, self.config = model, model.config.get_text_config()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,23 +60,53 @@ class Grid:
         return flat if self.taken is None else flat[self.taken]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
-    """Who is who among the N tokens of one forward: first the chunks, one after the other, then M tokens of n rows, a
-    row's last one and what is drafted behind it (where that is not a chunk of its own).
+    """Who is who among the N tokens of one forward: first spans of tokens whose logits nobody needs, one after the
+    other, then M tokens of n rows, a row's last one and what is drafted behind it.
 
     Example without drafts: row 0 goes on with one token; row 1 holds 4 tokens and got a reply of 3, all of which it
     feeds::
 
         flat tokens   [reply 0, reply 1 | row 0's last, reply 2]
-        chunks        [(0, 2, row 1, mask of positions 4 and 5)]
+        spans         [(0, 2, row 1, position 4)]
         row_mask      [2, 1, 1, K]: row 0 up to its length, row 1 up to position 6
     """
 
-    chunks: Sequence[tuple[int, int, int, torch.Tensor]]  # (start, stop, row, mask [1, 1, q, K_row])
-    row_mask: torch.Tensor  # [n, 1, w, K - shared], 0 where a token attends and -inf elsewhere
-    grid: Grid  # of the last M tokens
+    rows: torch.Tensor  # [N] int64
+    positions: torch.Tensor  # [N] int64
+    longest: int  # the largest of them, and 1
+    spans: Sequence[tuple[int, int, int, int]]  # (start, stop, row, position of the first token)
+    counts: Sequence[int]  # of the last M tokens, those of each row
+    dtype: torch.dtype  # of the cache
     shared: int = 0  # leading positions that hold the same in all n rows, and are read from the first
+    twins: Sequence[tuple[int, int]] = ()  # for each row one that holds the same, and in how many leading positions
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int, int, torch.Tensor]]:
+        """The spans with their masks: (start, stop, row, mask [1, 1, q, K_row])."""
+        chunks = []
+        for start, stop, row, first in self.spans:
+            columns = torch.arange(round_up(first + stop - start), device=self.rows.device)
+            mask = columns <= self.positions[start:stop, None]  # [q, K]
+            chunks.append((start, stop, row, self._additive(mask[None, None])))
+        return chunks
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Of the last M tokens."""
+        return Grid.of(self.counts, self.rows.device)
+
+    @cached_property
+    def row_mask(self) -> torch.Tensor:
+        """[n, 1, w, K - shared], 0 where a token attends and -inf elsewhere."""
+        columns = torch.arange(self.shared, round_up(self.longest), device=self.rows.device)
+        last = self.grid.spread(self.positions[len(self.positions) - sum(self.counts) :])  # [n, w]
+        return self._additive(columns <= last[:, None, :, None])
+
+    def _additive(self, mask: torch.Tensor) -> torch.Tensor:
+        """A boolean mask as 0 and -inf: attention on a CPU is a tenth faster than with booleans."""
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 class SlotCache(Cache):
@@ -115,15 +146,17 @@ class SlotCache(Cache):
         """transformers' call: [1, H_kv, N, d] states to their places; the whole pools, for `slot_attention` to read."""
         return self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this forward's keys and values [N, H_kv, d] to their places; returns the layer's pools."""
+    def layer(self, layer: int, heads: int, d: int, device: Any = "cpu") -> list[torch.Tensor]:
+        """The pools of a layer, keys and values, [rows, heads, capacity, d]."""
         if layer not in self.pools:
             # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
-            self.pools[layer] = [
-                torch.zeros(self.num_rows, s.shape[1], self.capacity, s.shape[2], dtype=self.dtype, device=s.device)
-                for s in (keys, values)
-            ]
-        key_pool, value_pool = self.pools[layer]
+            shape = self.num_rows, heads, self.capacity, d
+            self.pools[layer] = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)]
+        return self.pools[layer]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this forward's keys and values [N, H_kv, d] to their places; returns the layer's pools."""
+        key_pool, value_pool = self.layer(layer, *keys.shape[1:], device=keys.device)
         for pool, states in ((key_pool, keys), (value_pool, values)):
             _, heads, capacity, d = pool.shape
             pool.view(-1, d).index_copy_(0, self._lines(heads, capacity), states.reshape(-1, d).to(self.dtype))

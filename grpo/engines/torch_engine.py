@@ -39,9 +39,9 @@ from grpo.batching import common_prefix
 from grpo.config import UsageError
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.context_limit import checked_context
-from grpo.engines.decoder import Decoder, OwnForward
+from grpo.engines.decoder import FEW_TOKENS, Decoder, OwnForward
 from grpo.engines.drafts import DRAFT_LENGTH, Drafts
-from grpo.engines.slots import Grid, Layout, SlotCache, round_up
+from grpo.engines.slots import Layout, SlotCache
 from grpo.sampling import SamplingConfig, random_stream, sample, uniforms
 
 KEPT_BYTES = 256 << 20  # a cache up to this size is kept while the trainer works: making it anew takes time
@@ -233,54 +233,45 @@ class TorchEngine:
         ids: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        chunks: list[tuple[int, int, int, torch.Tensor]] = []
+        spans: list[tuple[int, int, int, int]] = []
 
-        def feed(index: int, tokens: Sequence[int], first: int, chunk: bool) -> None:
+        def feed(index: int, tokens: Sequence[int], first: int) -> None:
             """Append tokens of a row, the first of them at position `first`."""
-            if chunk:
-                columns = torch.arange(round_up(first + len(tokens)), device=self.device)
-                mask = columns <= torch.arange(first, first + len(tokens), device=self.device)[:, None]  # [q, K]
-                chunks.append((len(ids), len(ids) + len(tokens), index, self._additive(mask[None, None])))
             ids.extend(tokens)
             rows.extend([index] * len(tokens))
             positions.extend(range(first, first + len(tokens)))
 
         for index, row in enumerate(self._rows):
             if row.cached < len(row.ids) - 1:
-                feed(index, row.ids[row.cached : -1], row.cached, chunk=True)
+                spans.append((len(ids), len(ids) + len(row.ids) - 1 - row.cached, index, row.cached))
+                feed(index, row.ids[row.cached : -1], row.cached)
         unread = len(ids)
-        drafted = [index for index, row in enumerate(self._rows) if row.draft]
-        apart = bool(drafted) and self._drafts_apart(len(drafted))
-        for index in drafted if apart else ():
-            feed(index, self._rows[index].draft, len(self._rows[index].ids), chunk=True)
-        tail = len(ids)
         for index, row in enumerate(self._rows):
-            feed(index, [row.ids[-1], *(() if apart else row.draft)], len(row.ids) - 1, chunk=False)
+            feed(index, [row.ids[-1], *row.draft], len(row.ids) - 1)
         longest = max(positions) + 1
         table = torch.tensor([ids, rows, positions], device=self.device)  # [3, N], one transfer
-        grid = Grid.of([1 if apart else 1 + len(row.draft) for row in self._rows], self.device)
-        shared = self._shared(longest)
-        columns = torch.arange(shared, round_up(longest), device=self.device)
-        row_mask = self._additive(columns <= grid.spread(table[2, tail:])[:, None, :, None])  # [n, 1, w, K - shared]
         self.cache.place(table[1], table[2], len(self._rows), longest)
-        layout = Layout(chunks, row_mask, grid, shared)
+        layout = Layout(
+            rows=table[1],
+            positions=table[2],
+            longest=longest,
+            spans=spans,
+            counts=[1 + len(row.draft) for row in self._rows],
+            dtype=self.cache.dtype,
+            shared=self._shared(longest),
+            twins=self._twins(),
+        )
         with self._autocast():
             logits = self._decode(table[0], table[2], self.cache, layout, unread)
         for row in self._rows:
             row.cached = len(row.ids)
-        if apart:
-            in_rows = sorted(range(unread, len(ids)), key=lambda i: (rows[i], positions[i]))
-            logits = logits[torch.tensor(in_rows, device=self.device) - unread]
         return logits
 
-    def _drafts_apart(self, drafted: int) -> bool:
-        """Shall the rows with drafts attend each by itself, and all rows with their last token only?
-
-        In one rectangle every row is as wide as the longest draft. On a CPU a row of width 7 takes 25 microseconds, of
-        width 1 it takes 8, and a call for a draft by itself 30 (the bundled policy at 320 tokens). On a GPU a call is
-        what costs.
-        """
-        return self.device.type == "cpu" and 3 * drafted <= len(self._rows)
+    def _twins(self) -> list[tuple[int, int]]:
+        """For each row the first one with the same first prompt, and in how many leading positions they are equal."""
+        first: dict[tuple[int, ...], int] = {}
+        prompts = [row.first_prompt for row in self._rows]
+        return [(first.setdefault(prompt, index), len(prompt)) for index, prompt in enumerate(prompts)]
 
     def _shared(self, longest: int) -> int:
         """Leading positions that attention reads once for all rows: none unless they are most of what it reads.
@@ -315,10 +306,6 @@ class TorchEngine:
             row.cached = len(row.ids) - 1  # right drafts are cached; of wrong ones later tokens overwrite the keys
         return outputs
 
-    def _additive(self, mask: torch.Tensor) -> torch.Tensor:
-        """A boolean mask as 0 and -inf: attention on a CPU is a tenth faster than with booleans."""
-        return torch.zeros(mask.shape, dtype=self.cache.dtype, device=self.device).masked_fill_(~mask, -torch.inf)
-
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = self.autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
@@ -346,20 +333,22 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _agrees(self, own: OwnForward) -> bool:
-        """Do two turns through the cache give the logits of one plain forward?"""
+        """Do two turns through the cache give the logits of one plain forward, be their tokens few or many?"""
         vocab = self.model.config.get_text_config().vocab_size
         ids = [(7 * i + 3) % vocab for i in range(min(9, self.max_context))]
-        half = len(ids) // 2
-        self._rows = [Row((0, 0), (), ids[:half])]
-        first = self._forward()
-        self._rows[0].ids.extend(ids[half:-2])
-        self._rows[0].draft = ids[-2:]
-        actual = torch.cat([first, self._forward()]).float()
+        half, actual = len(ids) // 2, []
+        for few in (0, FEW_TOKENS):
+            self._decode.few_tokens = few
+            self._rows = [Row((0, 0), (), ids[:half])]
+            first = self._forward()
+            self._rows[0].ids.extend(ids[half:-2])
+            self._rows[0].draft = ids[-2:]
+            actual.append(torch.cat([first, self._forward()]).float())
         with self._autocast():
             logits = own.plain(torch.tensor(ids, device=self.device))
         expected = logits[[half - 1, *range(len(ids) - 3, len(ids))]].float()
-        tolerance = 1e-3 if self.cache.dtype == torch.float32 else 0.1
-        return torch.allclose(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
+        tolerance = (1e-3 if self.cache.dtype == torch.float32 else 0.1) * float(expected.abs().max())
+        return all(torch.allclose(each, expected, atol=tolerance, rtol=0) for each in actual)
 
 
 def _longest_prefix(prompt: tuple[int, ...], donors: dict[tuple[int, ...], int]) -> tuple[int, int]:
