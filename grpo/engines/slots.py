@@ -128,13 +128,14 @@ class SlotCache(Cache):
         """The next forward's token i goes to slot rows[i] < live, position columns[i] < longest (both [N])."""
         self.rows, self.columns = rows, columns
         self._line_numbers.clear()
-        if live > self.num_rows or longest > self.capacity:
-            self.reserve(live, longest)
+        self.reserve(live, longest)
 
     def reserve(self, live: int, longest: int) -> None:
         """Make room for `live` rows of `longest` positions; what is there stays."""
         num_rows = max(self.num_rows, min(self.slots, round_up(live, ROW_MULTIPLE)))
         capacity = max(self.capacity, round_up(longest, CAPACITY_MULTIPLE))
+        if (num_rows, capacity) == (self.num_rows, self.capacity):
+            return
         padding = (0, 0, 0, capacity - self.capacity, 0, 0, 0, num_rows - self.num_rows)
         for pools in self.pools.values():
             pools[:] = [F.pad(pool, padding) for pool in pools]
@@ -146,7 +147,7 @@ class SlotCache(Cache):
         """transformers' call: [1, H_kv, N, d] states to their places; the whole pools, for `slot_attention` to read."""
         return self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
-    def layer(self, layer: int, heads: int, d: int, device: Any = "cpu") -> list[torch.Tensor]:
+    def layer(self, layer: int, heads: int, d: int, device: torch.device) -> list[torch.Tensor]:
         """The pools of a layer, keys and values, [rows, heads, capacity, d]."""
         if layer not in self.pools:
             # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
@@ -156,7 +157,7 @@ class SlotCache(Cache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this forward's keys and values [N, H_kv, d] to their places; returns the layer's pools."""
-        key_pool, value_pool = self.layer(layer, *keys.shape[1:], device=keys.device)
+        key_pool, value_pool = self.layer(layer, keys.shape[1], keys.shape[2], keys.device)
         for pool, states in ((key_pool, keys), (value_pool, values)):
             _, heads, capacity, d = pool.shape
             pool.view(-1, d).index_copy_(0, self._lines(heads, capacity), states.reshape(-1, d).to(self.dtype))
