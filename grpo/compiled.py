@@ -10,15 +10,16 @@ NaN goes through: `fastmath` leaves out the flags that assume there is none.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import njit
 
 BLOCK = 512  # columns of logits whose masses are summed in float32
-COMPILE = {"cache": True, "nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+compiled: Any = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
 
 
-@njit(**COMPILE)
+@compiled
 def add_norm(x, change, weight, eps, normed):
     """x += change, then normed = weight * x / rms(x). x, change, normed [N, D], weight [D]; `change` may be empty."""
     width = x.shape[1]
@@ -35,7 +36,7 @@ def add_norm(x, change, weight, eps, normed):
             out[j] = weight[j] * (row[j] * inverse)
 
 
-@njit(**COMPILE)
+@compiled
 def _norm_and_rotate(x, weight, eps, cos, sin, out):
     """One head: out = rotated(norm(x)), [d], which may be x itself; an empty weight: no norm."""
     d = len(x)
@@ -54,7 +55,7 @@ def _norm_and_rotate(x, weight, eps, cos, sin, out):
         out[j + half] = b * cos[j + half] + a * sin[j + half]
 
 
-@njit(**COMPILE)
+@compiled
 def write(query, key, value, query_weight, key_weight, eps, cos, sin, rows, positions, keys, values):
     """Norm and rotate queries (in place) and keys, and write keys and values to their slots.
 
@@ -74,7 +75,7 @@ LOG2_E = np.float32(math.log2(math.e))
 C1, C2, C3, C4, C5, C6 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))
 
 
-@njit(**COMPILE)
+@compiled
 def _exponentials(x, powers):
     """x = e^x for x <= 88, [n], as 2^n 2^f, in a form that a compiler makes vectors of. powers: int32 [n], overwritten.
 
@@ -92,7 +93,7 @@ def _exponentials(x, powers):
         x[j] *= factors[j]
 
 
-@njit(**COMPILE)
+@compiled
 def gated(gate, up):
     """gate = silu(gate) * up, [N, D]."""
     width = gate.shape[1]
@@ -106,7 +107,7 @@ def gated(gate, up):
             g[j] = g[j] / (np.float32(1) + e[j]) * u[j]
 
 
-@njit(**COMPILE)
+@compiled
 def attend(query, keys, values, rows, positions, twins, scaling, out):
     """Attention of each token over its own slot up to its own position.
 
@@ -144,7 +145,7 @@ def attend(query, keys, values, rows, positions, twins, scaling, out):
                 out[i, h, c] = accumulator[c] / total
 
 
-@njit(**COMPILE)
+@compiled
 def draw(logits, uniform, inverse_temperature, tokens, logprobs):
     """`grpo.sampling.sample` without top-p: logits [n, V] float32, uniform [n] float64 -> tokens [n] int64 and logprobs
     [n] float32."""

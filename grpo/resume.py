@@ -79,6 +79,15 @@ def recorded(recorder: Recorder, step: int) -> list[Group] | None:
         return None
 
 
+def recorded_before(recorder: Recorder, done: int) -> list[Group]:
+    """The rollouts of the last finished step. The sampler guesses from them: where they are lost, the next step differs
+    by rounding at most."""
+    try:
+        return recorder.load(done) or []
+    except (DamagedRecord, OSError):
+        return []
+
+
 def say(line: str) -> None:
     """One line on stderr, of the first process."""
     if distributed.is_first():

@@ -46,6 +46,7 @@ def rollout(
     sampling: SamplingConfig | None = None,
     progress: Progress | None = None,
     env_factory: EnvFactory = ClarifyEnv,
+    before: Sequence[Group] = (),
 ) -> list[Group]:
     """Play `num_generations` episodes of each scenario. Training and evaluation both use it.
 
@@ -54,6 +55,7 @@ def rollout(
         step: enters the seeds of the sampled tokens, with the scenario's index, the member, the turn and the position.
         reward_fn: of the finished record; called once per episode, as soon as it ends.
         sampling: temperature and top-p instead of the engine's own (evaluation).
+        before: the batch before, from which the engine may guess.
 
     Returns:
         One group per scenario, in the order given; its members in order, whatever the order they finished in.
@@ -71,7 +73,7 @@ def rollout(
         for index, scenario in enumerate(scenarios)
         for member in range(num_generations)
     }
-    engine.start(step, sampling)
+    engine.start(step, sampling, [episode for group in before for episode in group.episodes])
     live = 0
     for player in players.values():
         if player.begin(env_factory):

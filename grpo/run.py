@@ -145,6 +145,7 @@ def run_steps(
             progress.update(row)  # standard output may be a file on the same disk
             return guard.after(history.rows, result.groups)
 
+        trainer.before = distributed.first(resume.recorded_before, saver.recorder, done)
         for index in range(done, total):
             step = index + 1
             groups = distributed.first(resume.recorded, saver.recorder, step)

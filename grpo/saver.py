@@ -82,4 +82,4 @@ class Saver:
         checkpoint.tidy(self.folder, keep)
         # The base is the checkpoint of step 0: its rollouts are kept until `keep` others are there.
         kept = [0, *(checkpoint.number(each) or 0 for each in checkpoint.finished(self.folder))][-keep:]
-        self.recorder.prune(kept[0])
+        self.recorder.prune(kept[0] - 1)  # one more, which the sampler guesses from

@@ -62,8 +62,9 @@ class StepResult:
 class Trainer:
     """Holds the policy, its optimiser and its sampler; `step(i)` is one GRPO step.
 
-    Nothing is remembered between steps but weights and optimiser state: scenarios, every sampled token and the
-    learning rate are functions of (config, i). That is what makes a resumed run repeat an uninterrupted one.
+    Nothing is remembered between steps but weights, optimiser state and, for the sampler to guess from, the groups of
+    the step before: scenarios, every sampled token and the learning rate are functions of (config, i). That is what
+    makes a resumed run repeat an uninterrupted one.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Trainer:
             # The gradient of an embedding is as large as its weight; what all layers kept is free by then.
             for module in [policy.model.get_input_embeddings(), *layers[::LAYERS]]:
                 module.register_forward_hook(_give_back_behind)
+        self.before: Sequence[Group] = ()
         self.moved = False  # True where weights that are not the base's were loaded without optimiser state
 
     def step(
@@ -118,6 +120,7 @@ class Trainer:
                 watch.lap("record")
         else:
             self.audit(groups)
+        self.before = groups
         try:
             return self.train_on(step, groups, watch)
         except BrokenInvariant as error:
@@ -189,6 +192,7 @@ class Trainer:
             step=batch,
             reward_fn=self.reward,
             env_factory=self.env_factory,
+            before=self.before,
         )
         self.audit(groups, witness)
         return groups

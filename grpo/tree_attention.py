@@ -186,7 +186,7 @@ class _TreeAttention(torch.autograd.Function):
         """query [1, H, T, d], key and value [1, H_kv, P + T, d] -> [1, H, T, d]."""
         own, dense = layout.blocks()
         parts = zip(query.split(own, 2), *(x[:, :, layout.prefix_length :].split(own, 2) for x in (key, value)))
-        found = [_block_forward(*each, True, scaling) for each in parts]
+        found = [_block_forward(q, k, v, True, scaling) for q, k, v in parts]
         # [1, T, H, d] in memory: what the model reshapes it to next, without a copy.
         output = torch.cat([each.transpose(1, 2) for each, _ in found], 1).transpose(1, 2)
         lse = torch.cat([each for _, each in found], 2)
@@ -205,14 +205,15 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         own, dense = ctx.layout.blocks()
         start = ctx.layout.prefix_length
-        of_queries = (x.split(own, 2) for x in (grad, query, output, lse))
-        of_keys = (x[:, :, start:].split(own, 2) for x in (key, value))
-        found = [_block_backward(*each, True, ctx.scaling) for each in zip(*of_queries, *of_keys)]
+        of_queries = [x.split(own, 2) for x in (grad, query, output, lse)]
+        of_keys = [x[:, :, start:].split(own, 2) for x in (key, value)]
+        parts = zip(*of_queries, *of_keys)
+        found = [_block_backward(g, q, o, lse, k, v, True, ctx.scaling) for g, q, o, lse, k, v in parts]
         grad_query, *grad_keys = (torch.cat(each, 2) for each in zip(*found))
         grad_key, grad_value = (F.pad(each, (0, 0, start, 0)) if start else each for each in grad_keys)
         for keys, queries in dense:
-            of_queries = (x[:, :, queries] for x in (grad, query, output, lse))
-            q, k, v = _block_backward(*of_queries, key[:, :, keys], value[:, :, keys], False, ctx.scaling)
+            g, q, o, of_lse = (x[:, :, queries] for x in (grad, query, output, lse))
+            q, k, v = _block_backward(g, q, o, of_lse, key[:, :, keys], value[:, :, keys], False, ctx.scaling)
             grad_query[:, :, queries].add_(q)
             grad_key[:, :, keys].add_(k)
             grad_value[:, :, keys].add_(v)

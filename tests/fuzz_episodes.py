@@ -176,7 +176,7 @@ class FuzzEngine:
     def __init__(self, rng: random.Random, tokenizer, scenarios):
         self.rng, self.tokenizer, self.scenarios, self.pending = rng, tokenizer, scenarios, []
 
-    def start(self, step, sampling=None):
+    def start(self, step, sampling=None, before=()):
         pass
 
     def submit(self, request):

@@ -93,7 +93,7 @@ class ScriptedTexts:
     def __init__(self, tokenizer):
         self.tokenizer, self.pending = tokenizer, []
 
-    def start(self, step, sampling=None):
+    def start(self, step, sampling=None, before=()):
         pass
 
     def submit(self, request):

@@ -135,3 +135,33 @@ def test_a_new_start_has_forgotten():
     assert engine._drafts._next
     engine.start(1)
     assert not engine._drafts._next
+
+
+def test_the_batch_before_saves_forwards_and_changes_nothing():
+    settings = Config().with_values({"model": "tiny", "device": "cpu"})
+    policy = load_policy(settings.model)
+    chat, scenarios = make_chat(policy), held_out(4)
+    engine, forwards = make_engine(settings, policy, chat, scenarios), []
+    handle = policy.model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
+    options = dict(num_generations=4, max_completion_len=160, reward_fn=lambda record: 0.0)
+    before = rollout(engine, chat, scenarios[:2], step=0, **options)
+    batches, counts = [], []
+    for known in ([], before):
+        forwards.clear()
+        batches.append(rollout(engine, chat, scenarios[2:], step=1, before=known, **options))
+        counts.append(len(forwards))
+    handle.remove()
+    alone, helped = ([e.completion_ids for g in batch for e in g.episodes] for batch in batches)
+    assert alone == helped and counts[1] < 0.8 * counts[0]
+
+
+def test_only_what_was_sampled_is_learned():
+    settings = Config().with_values({"model": "tiny", "device": "cpu"})
+    policy = load_policy(settings.model)
+    chat, scenarios = make_chat(policy), held_out(1)
+    engine = make_engine(settings, policy, chat, scenarios)
+    options = dict(num_generations=1, max_completion_len=160, reward_fn=lambda record: 0.0)
+    [group] = rollout(engine, chat, scenarios, step=0, **options)
+    sampled = dict(engine._drafts._next)
+    engine.start(1, before=group.episodes)
+    assert engine._drafts._next == sampled

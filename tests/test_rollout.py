@@ -29,7 +29,7 @@ class ScriptedEngine:
         self.script, self.max_context, self.rank, self.eos = script, max_context, rank, eos
         self.requests, self.pending, self.released = [], [], []
 
-    def start(self, step, sampling=None):
+    def start(self, step, sampling=None, before=()):
         self.started = (step, sampling)
 
     def submit(self, request):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from grpo.data_types import Episode
 from grpo.sampling import SamplingConfig
 
 Key = tuple[int, int]  # (scenario index within the rollout batch, member of its group)
@@ -80,11 +81,12 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """No turn will be sampled until the next `wake`: device memory may be given back."""
 
-    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         """Begin a rollout batch: forget all episodes and everything computed with older weights.
 
         `step` enters the seeds; `sampling` replaces the engine's own settings for this batch only. An engine that
-        sleeps or holds older weights wakes first.
+        sleeps or holds older weights wakes first. `before` are episodes of the batch before, for an engine that guesses
+        what will be sampled; nothing but rounding may depend on them.
         """
 
     def submit(self, request: TurnRequest) -> None:

@@ -98,7 +98,9 @@ class Decoder:
             if hasattr(attention, "q_norm"):
                 weights = tuple(n.weight.detach().numpy() for n in (attention.q_norm, attention.k_norm))
                 eps = attention.q_norm.variance_epsilon
-            pools = tuple(pool.numpy() for pool in cache.layer(attention.layer_idx, *key.shape[1:], x.device))
+            pools = tuple(
+                pool.numpy() for pool in cache.layer(attention.layer_idx, key.shape[1], key.shape[2], x.device)
+            )
             compiled.write(query, key, value, *weights, eps, cosines, sines, rows, positions, *pools)
             if layer is self.body.layers[-1]:
                 x, query, rows, positions = x[unread:], query[unread:], rows[unread:], positions[unread:]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-DRAFT_LENGTH = 6  # ids drafted at most: 66 forwards instead of 198 for a rollout batch of the trained tiny policy
+from grpo.data_types import Episode
+
+DRAFT_LENGTH = 6  # ids drafted at most: 41 forwards instead of 198 for a rollout batch of the trained tiny policy
 
 
 class Drafts:
-    """Guesses of the next ids from what has been sampled since `TorchEngine.start`: a table of n-grams.
+    """Guesses of the next ids from what has been sampled since `TorchEngine.start`, and in the batch before: a table of
+    n-grams.
 
-    Forgotten at every start, so that a step's forwards, rounding included, do not depend on the steps before it: a
-    resumed run repeats them to the bit.
+    Anything older is forgotten, so that a step's forwards, rounding included, depend on what a resumed run still has:
+    it repeats them to the bit.
     """
 
     ORDERS = (4, 3, 2)  # ids of context, longest first
@@ -21,6 +24,14 @@ class Drafts:
         """The last id followed those before it."""
         for order in self.ORDERS:
             self._next[tuple(ids[-order - 1 : -1])] = ids[-1]
+
+    def study(self, episode: Episode) -> None:
+        """Learn what was sampled in it."""
+        longest = max(self.ORDERS)
+        ids, before = (*episode.prompt_ids[-longest:], *episode.completion_ids), len(episode.prompt_ids[-longest:])
+        for place, trained in enumerate(episode.loss_mask, before):
+            if trained:
+                self.learn(list(ids[max(0, place - longest) : place + 1]))
 
     def guess(self, ids: list[int], length: int) -> list[int]:
         """At most `length` ids that may follow."""

@@ -16,12 +16,13 @@ from: `vllm serve` gives those at temperature 1 unless told otherwise (`--logpro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo.chat import ChatTokens
+from grpo.data_types import Episode
 from grpo.endpoint import InFlight, Server
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.sampling import SamplingConfig, random_stream
@@ -82,7 +83,7 @@ class ServerEngine:
         """Raises UsageError: what the trainer has changed cannot get there."""
         raise self.server.error("a server is for evaluation only: its weights cannot be replaced from here")
 
-    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         """Begin a batch. What is still in flight of an older one is forgotten: its answers go to a queue of its own."""
         self._begin(step, sampling)
 

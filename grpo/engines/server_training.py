@@ -26,6 +26,7 @@ from grpo import distributed
 from grpo.chat import ChatTokens
 from grpo.config import RunStopped, UsageError
 from grpo.console import counted
+from grpo.data_types import Episode
 from grpo.endpoint import Server, ServerError
 from grpo.engines import TurnOutput, TurnRequest
 from grpo.engines.server_engine import ServerEngine, check_answers, find_model, turn_parameters
@@ -113,9 +114,9 @@ class TrainingServers(ServerEngine):
     def sleep(self) -> None:
         """Nothing to do: the servers have devices of their own."""
 
-    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         """Begin a batch, with the trainer's present weights."""
-        super().start(step, sampling)
+        super().start(step, sampling, before)
         self.wake()
 
     def _send(self, at_start: bool) -> tuple[str, list[Scored]]:

@@ -37,6 +37,7 @@ import torch
 
 from grpo.batching import common_prefix
 from grpo.config import UsageError
+from grpo.data_types import Episode
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.context_limit import checked_context
 from grpo.engines.decoder import FEW_TOKENS, Decoder, OwnForward
@@ -106,7 +107,7 @@ class TorchEngine:
         self._decode: Decoder | OwnForward = self._decoder_for(model)
         self.start(0)
 
-    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         """Begin a rollout batch. Every cached key and value is forgotten: the weights may have changed."""
         self._step, self.sampling = step, sampling or self.default_sampling
         self._seed = self.seed if self.sampling.seed is None else self.sampling.seed
@@ -114,6 +115,8 @@ class TorchEngine:
         self._queue: deque[TurnRequest] = deque()
         self._prefix = 0  # ids that the first prompts of all rows begin with
         self._drafts = Drafts()
+        for episode in before:
+            self._drafts.study(episode)
 
     description = "torch, in process, on the policy's own weights"
 

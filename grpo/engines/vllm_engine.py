@@ -30,6 +30,7 @@ import torch
 
 from grpo import distributed
 from grpo.config import UsageError
+from grpo.data_types import Episode
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.vllm_memory import MemoryPlan
 from grpo.engines.vllm_sync import CANARY_LENGTH, check_canary
@@ -197,7 +198,7 @@ class VllmEngine:
 
     # --------------------------------------------------------------------------------------------------------- turns
 
-    def start(self, step: int, sampling: SamplingConfig | None = None) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         """Begin a rollout batch, with the trainer's present weights."""
         self._begin(step, sampling)
         self.wake()
