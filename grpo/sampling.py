@@ -16,9 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from grpo import compiled
-from grpo.compiled import BLOCK
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: SplitMix64's increment
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
@@ -72,6 +69,7 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
+BLOCK = 512  # columns
 FEW_LOGITS = 1 << 20  # up to so many on a CPU, the same is compiled: 25 small operations of PyTorch take 0.5 ms
 
 
@@ -95,9 +93,11 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, config: SamplingConfig) 
         logits, inverse_temperature = _nucleus(torch.log_softmax(logits * inverse_temperature, -1), config.top_p), 1.0
 
     if logits.device.type == "cpu" and logits.numel() <= FEW_LOGITS:
+        from grpo import compiled  # here, as numba takes half a second to import
+
         tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         arrays = (each.numpy() for each in (tokens, logprobs))
-        compiled.draw(logits.contiguous().numpy(), uniform.numpy(), inverse_temperature, *arrays)
+        compiled.draw(logits.contiguous().numpy(), uniform.numpy(), inverse_temperature, BLOCK, *arrays)
         return tokens, logprobs
 
     # One buffer of V columns: masses e^((z - max) / T), padded with zeros to whole blocks. A float32 running sum over

@@ -8,7 +8,8 @@ masks nobody reads, queries and keys rotated apart. With N tokens x [N, D] and a
     h = norm(x);  x = x + W_down (silu(W_gate h) * W_up h)
 
 `Decoder` calls the model's modules for it: linear layers may have adapters, norms and rotary embeddings are whatever
-they are. Hooks on modules inside of layers do not run. `OwnForward` takes any model whose attention is pluggable.
+they are. For few tokens on a CPU in float32 only the linear layers are, and `grpo.compiled` does what stands between
+them. Hooks on modules inside of layers do not run. `OwnForward` takes any model whose attention is pluggable.
 `TorchEngine` compares either with a plain forward before it uses it.
 """
 
