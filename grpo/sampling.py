@@ -97,7 +97,7 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, config: SamplingConfig) 
 
         tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         arrays = (each.numpy() for each in (tokens, logprobs))
-        compiled.draw(logits.contiguous().numpy(), uniform.numpy(), inverse_temperature, BLOCK, *arrays)
+        compiled.draw(logits.detach().contiguous().numpy(), uniform.numpy(), inverse_temperature, BLOCK, *arrays)
         return tokens, logprobs
 
     # One buffer of V columns: masses e^((z - max) / T), padded with zeros to whole blocks. A float32 running sum over

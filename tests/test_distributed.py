@@ -126,8 +126,13 @@ def test_losses_gradients_and_weights_are_those_of_one_process(both, name):
     one, two = (found[name] for found in both)
     assert two["ids"] == one["ids"]
     torch.testing.assert_close(two["advantages"], one["advantages"], rtol=0, atol=CLOSE)
+    length = max(len(ids) for step in one["ids"] for ids in step)
     for ours, expected in zip(two["losses"], one["losses"], strict=True):
-        assert ours == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+        assert ours.keys() == expected.keys()
+        for key, value in expected.items():
+            # The sampler's rounding depends on who shares its batch, and a sequence's ratio adds up that of its tokens.
+            close = length * CLOSE if key.startswith("sampler_gap/sequence") else CLOSE
+            assert ours[key] == pytest.approx(value, rel=close, abs=close), key
     for what in ("gradients", "weights"):
         assert two[what].keys() == one[what].keys()
         for key, expected in one[what].items():

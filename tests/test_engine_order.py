@@ -35,7 +35,7 @@ class Recorder:
             return value
 
         def call(*args):
-            about = {"submit": lambda r: (r.key, r.turn), "release": lambda key: key, "start": lambda n, _: n}
+            about = {"submit": lambda r: (r.key, r.turn), "release": lambda key: key, "start": lambda n, *_: n}
             self.calls.append((name, about[name](*args)) if name in about else (name,))
             result = value(*args)
             if name == "step":

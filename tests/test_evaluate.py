@@ -238,7 +238,7 @@ class ScriptedEngine:
         self.queue: list[TurnRequest] = []
         self.sampling = None
 
-    def start(self, step, sampling=None):
+    def start(self, step, sampling=None, before=()):
         self.step_number, self.sampling = step, sampling
 
     def submit(self, request):

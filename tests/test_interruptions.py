@@ -16,6 +16,7 @@ from grpo.rollout_record import Recorder
 from tests.test_resume import (  # noqa: F401 (fixtures among them)
     copy,
     finished,
+    forget_rollouts,
     history,
     quick,
     resume,
@@ -86,7 +87,7 @@ def test_a_full_disk_stops_the_run_in_one_line_and_a_resumed_one_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
         if owner is Recorder:
-            shutil.rmtree(copy / "rollouts")
+            forget_rollouts(copy)
         assert resume(copy) == 1
     error = capsys.readouterr().err.strip()
     assert "cannot write somewhere (No space left on device)" in error and f"--resume {copy}" in error

@@ -167,13 +167,17 @@ def test_recorded_rollouts_are_trained_on_and_not_sampled_again(copy, finished, 
     assert sampled == [] and same(copy, finished)
 
 
-def test_nothing_depends_on_global_random_generators(copy, finished):
-    done = checkpoint.number(checkpoint.finished(copy)[-1])
-    kept = Recorder(copy).path(done)  # the sampler guesses from it
+def forget_rollouts(folder):
+    """All that were recorded but those of the newest checkpoint's own step: the sampler guesses from them."""
+    kept = Recorder(folder).path(checkpoint.number(checkpoint.finished(folder)[-1]))
     assert kept.exists()
     for path in kept.parent.iterdir():
         if path != kept:
             path.unlink()
+
+
+def test_nothing_depends_on_global_random_generators(copy, finished):
+    forget_rollouts(copy)
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)

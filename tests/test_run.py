@@ -81,7 +81,7 @@ def test_the_folder_holds_everything(finished):
     assert {"reward.png", "kl.png", "entropy.png", "stop_reasons.png", "families.png"} <= plots
     assert [path.name for path in checkpoint.finished(finished)] == ["step-000002", "step-000004"]
     assert sorted(path.name for path in (finished / "rollouts").iterdir()) == [
-        "step-000003.json.gz", "step-000004.json.gz"
+        "step-000002.json.gz", "step-000003.json.gz", "step-000004.json.gz"
     ]  # fmt: skip
 
 

@@ -86,8 +86,7 @@ class Decoder:
 
         def norm(module: Any) -> Tensor:
             normed = torch.empty_like(x)
-            weight = module.weight.detach().numpy()
-            compiled.add_norm(x.numpy(), change, weight, module.variance_epsilon, normed.numpy())
+            compiled.add_norm(x.numpy(), change, _copied(module.weight), module.variance_epsilon, normed.numpy())
             return normed
 
         for layer in self.body.layers:
@@ -97,7 +96,7 @@ class Decoder:
             query, key, value = (p.forward(h).view(split).numpy() for p in projections)
             weights, eps = (NO_WEIGHT, NO_WEIGHT), 0.0
             if hasattr(attention, "q_norm"):
-                weights = tuple(n.weight.detach().numpy() for n in (attention.q_norm, attention.k_norm))
+                weights = tuple(_copied(each.weight) for each in (attention.q_norm, attention.k_norm))
                 eps = attention.q_norm.variance_epsilon
             pools = tuple(
                 pool.numpy() for pool in cache.layer(attention.layer_idx, key.shape[1], key.shape[2], x.device)
@@ -113,6 +112,11 @@ class Decoder:
             compiled.gated(gate.numpy(), mlp.up_proj.forward(h).numpy())
             change = mlp.down_proj.forward(gate).numpy()
         return self.head.forward(norm(self.body.norm))
+
+
+def _copied(weight: Tensor) -> Any:
+    """A norm's weight as an array. `numpy` of the parameter itself would make it one whose memory FSDP cannot free."""
+    return weight.detach().clone().numpy()
 
 
 def _is_known(layer: Any) -> bool:
