@@ -19,7 +19,8 @@ from numba import njit
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compiled at its first call, and kept for other processes where there is a folder for it."""
+    """Compiled at its first call, and kept for other processes where there is a folder for it. The first call raises
+    OSError where the disk of that folder is full."""
     options: Any = dict(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
     try:
         return njit(cache=True, **options)(function)
@@ -87,7 +88,7 @@ C1, C2, C3, C4, C5, C6, C7 = (np.float32(math.log(2) ** n / math.factorial(n)) f
 def _exponentials(x, powers):
     """x = e^x for x <= 88, [n], as 2^n 2^f, in a form that a compiler makes vectors of. powers: int32 [n], overwritten.
 
-    Below -88 it is 0, of NaN NaN. Its relative error is below 1e-7 + 8e-8 |x|: x log2(e) is rounded.
+    From about -87.7 down it is 0, of NaN NaN. Above, its relative error is below 1e-7 + 8e-8 |x|: x log2(e) is rounded.
     """
     factors = powers.view(np.float32)
     for j in range(len(x)):
@@ -166,17 +167,19 @@ def draw(logits, uniform, inverse_temperature, block_size, tokens, logprobs):
         for j in range(vocab):
             masses[j] = (row[j] - maximum) * np.float32(inverse_temperature)
         _exponentials(masses, powers)
+        last = 0  # block with some mass
         for b in range(len(blocks)):
-            total = np.float32(0)
+            total = 0.0  # float64: what rounding adds to a sum would all go to the block's last token
             for j in range(b * block_size, min((b + 1) * block_size, vocab)):
                 total += masses[j]
             blocks[b] = total
+            if total > 0:
+                last = b
         rest = uniform[i] * blocks.sum()
         block = 0
-        while block < len(blocks) - 1 and rest >= blocks[block]:
+        while block < last and rest >= blocks[block]:
             rest -= blocks[block]
             block += 1
-        # Within the block; by rounding the sum may stay below, and then it is the last token that can occur.
         token = block * block_size
         for j in range(token, min(token + block_size, vocab)):
             if masses[j] > 0:

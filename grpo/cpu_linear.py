@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
 
 def worth_it(x: Tensor, weight: Tensor) -> bool:
     """Is this product one for oneDNN?"""
-    large, rows = weight.nbytes >= LARGE_WEIGHT, x.numel() // x.shape[-1]
+    large, rows = weight.nbytes >= LARGE_WEIGHT, x.shape[:-1].numel()
     return (
         (large or rows >= MANY_ROWS if wide_vectors() else large and rows <= FEW_ROWS)
         and available()

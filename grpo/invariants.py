@@ -71,9 +71,7 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def start(
-        self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()
-    ) -> None:
+    def start(self, step: int, sampling: SamplingConfig | None = None, before: Sequence[Episode] = ()) -> None:
         self.turns = {}
         self.engine.start(step, sampling, before)
 

@@ -84,7 +84,8 @@ def recorded_before(recorder: Recorder, done: int) -> list[Group]:
     by rounding at most."""
     try:
         return recorder.load(done) or []
-    except (DamagedRecord, OSError):
+    except (DamagedRecord, OSError) as error:
+        say(f"warning: {error}; without it the next step may differ in the last digits")
         return []
 
 

@@ -31,7 +31,7 @@ from grpo.config import Config, RunStopped, UsageError, validate
 from grpo.files import ASIDE, lock, write_atomic
 from grpo.metrics import dumps
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba")
 
 
 def choose(config: Config) -> Path:

@@ -195,3 +195,24 @@ def test_sampled_in_blocks_as_by_one_running_sum(vocab, impossible):
     rounding = 1e-6  # float32 masses against float64 ones
     assert ((lower - rounding <= uniform * cumulative[:, -1]) & (uniform * cumulative[:, -1] <= upper + rounding)).all()
     assert torch.allclose(logprobs.double(), chosen, atol=2e-6)
+
+
+def test_an_improbable_token_at_the_end_of_a_block_gets_nothing_of_what_rounding_leaves():
+    rng = torch.Generator().manual_seed(0)
+    for vocab in (BLOCK, 2 * BLOCK):
+        logits = torch.randn(200, vocab, generator=rng) * 3
+        logits[:, BLOCK - 1 :: BLOCK] = -50
+        mass = torch.softmax(logits.double(), -1)
+        border = mass[:, :BLOCK].sum(-1).clamp(max=1 - 1e-9)
+        for shift in (-1e-7, -1e-8, -1e-9, 0.0):
+            tokens, _ = sample(logits, border + shift, SamplingConfig())
+            assert not ((tokens + 1) % BLOCK == 0).any()
+
+
+def test_blocks_without_mass_at_the_end_are_not_reached():
+    """Rows of a padded vocabulary, and a number next to 1 where masses at the end are too small to add up."""
+    logits = torch.full((1, 400 * BLOCK), -torch.inf)
+    logits[0, 0] = 0
+    logits[0, BLOCK : 390 * BLOCK : BLOCK] = math.log(1.2 * 2**-53)
+    token, logprob = sample(logits, torch.tensor([1 - 2.0**-53], dtype=torch.float64), SamplingConfig())
+    assert token < 390 * BLOCK and logprob.isfinite()

@@ -7,6 +7,7 @@ import torch
 import toy
 import transformers
 
+from grpo import compiled
 from grpo.config import UsageError
 from grpo.engines import TurnRequest, decoder, slots
 from grpo.engines.decoder import Decoder, OwnForward
@@ -100,6 +101,16 @@ def test_a_decoder_that_disagrees_is_not_used(wrong, monkeypatch):
         return attention(module, h, cos, -sin, cache, layout)
 
     monkeypatch.setattr(decoder, "_attention", changed)
+    model, episodes = toy.make_model(TOKENIZER), episodes_of(groups=2, members=2)
+    engine = engine_for(model)
+    assert isinstance(engine._decode, OwnForward)
+    play(engine, episodes)
+    assert largest_gap(model, episodes) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["add_norm", "write", "attend", "gated"])
+def test_a_compiled_function_that_does_nothing_is_noticed(name, monkeypatch):
+    monkeypatch.setattr(compiled, name, lambda *args: None)
     model, episodes = toy.make_model(TOKENIZER), episodes_of(groups=2, members=2)
     engine = engine_for(model)
     assert isinstance(engine._decode, OwnForward)

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo import compiled
 from grpo.engines.slots import ATTENTION_NAME, Layout, SlotCache, attend
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -80,6 +79,8 @@ class Decoder:
 
     def _compiled(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
         """The same by `compiled`'s functions. Each layer's last sum is left to the next one's norm."""
+        from grpo import compiled  # here, as numba takes half a second to import
+
         rows, positions = layout.rows.numpy(), layout.positions.numpy()
         twins = np.array(layout.twins, dtype=np.int64)
         cosines, sines, change = cos.numpy(), sin.numpy(), x.numpy()[:0]

@@ -80,7 +80,7 @@ class Layout:
     counts: Sequence[int]  # of the last M tokens, those of each row
     dtype: torch.dtype  # of the cache
     shared: int = 0  # leading positions that hold the same in all n rows, and are read from the first
-    twins: Sequence[tuple[int, int]] = ()  # for each row one that holds the same, and in how many leading positions
+    prompts: Sequence[tuple[int, ...]] = ()  # of each row the first prompt
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int, torch.Tensor]]:
@@ -103,6 +103,12 @@ class Layout:
         columns = torch.arange(self.shared, round_up(self.longest), device=self.rows.device)
         last = self.grid.spread(self.positions[len(self.positions) - sum(self.counts) :])  # [n, w]
         return self._additive(columns <= last[:, None, :, None])
+
+    @property
+    def twins(self) -> list[tuple[int, int]]:
+        """For each row the first one with the same first prompt, and in how many leading positions they are equal."""
+        first: dict[tuple[int, ...], int] = {}
+        return [(first.setdefault(prompt, index), len(prompt)) for index, prompt in enumerate(self.prompts)]
 
     def _additive(self, mask: torch.Tensor) -> torch.Tensor:
         """A boolean mask as 0 and -inf: attention on a CPU is a tenth faster than with booleans."""

@@ -3,14 +3,14 @@
 Each live episode owns a slot: one row of a static KV cache that keeps the whole conversation across turns. One forward
 serves everybody. Its N tokens travel as one flat sequence, without padding:
 
-    [ tokens whose logits nobody needs: prompts and environment replies | drafts | the last token of the n live rows ]
+    [ tokens whose logits nobody needs: prompts and environment replies | each live row's last token and its draft ]
 
-so a row in the middle of a turn contributes one token, a row that just got a reply contributes the reply too, and the
-last n hidden states are the ones to sample from. There is no prefill phase and no barrier between turns.
+so a row in the middle of a turn contributes one token and its draft, a row that just got a reply contributes the reply
+too, and the last M hidden states are the ones to sample from. There is no prefill phase and no barrier between turns.
 
 What agents write is largely template: tool-call JSON, the question asked a turn ago. Where the last ids of a row have
-been seen before, the ids that followed then are fed along as a draft (`Drafts`), so that a row has 1 + draft tokens at
-the end and one forward can advance it by as many. Each token's randomness belongs to its position, so what
+been seen before, the ids that followed then are fed along as a draft (`Drafts`), and one forward can advance the row by
+1 + draft tokens. Each token's randomness belongs to its position, so what
 would be sampled there is known as soon as its logits are: a draft is right or wrong, nothing is rejected with some
 probability, and the result is that of sampling one token at a time.
 
@@ -262,19 +262,13 @@ class TorchEngine:
             counts=[1 + len(row.draft) for row in self._rows],
             dtype=self.cache.dtype,
             shared=self._shared(longest),
-            twins=self._twins(),
+            prompts=[row.first_prompt for row in self._rows],
         )
         with self._autocast():
             logits = self._decode(table[0], table[2], self.cache, layout, unread)
         for row in self._rows:
             row.cached = len(row.ids)
         return logits
-
-    def _twins(self) -> list[tuple[int, int]]:
-        """For each row the first one with the same first prompt, and in how many leading positions they are equal."""
-        first: dict[tuple[int, ...], int] = {}
-        prompts = [row.first_prompt for row in self._rows]
-        return [(first.setdefault(prompt, index), len(prompt)) for index, prompt in enumerate(prompts)]
 
     def _shared(self, longest: int) -> int:
         """Leading positions that attention reads once for all rows: none unless they are most of what it reads.
@@ -341,6 +335,7 @@ class TorchEngine:
         ids = [(7 * i + 3) % vocab for i in range(min(9, self.max_context))]
         half, actual = len(ids) // 2, []
         for few in (0, FEW_TOKENS):
+            self.cache.clear()  # or the second way might read what the first has written
             self._decode.few_tokens = few
             self._rows = [Row((0, 0), (), ids[:half])]
             first = self._forward()
