@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from grpo import compiled
+from grpo.engines.vllm_tensors import hide_llvmlite
 
 
 def exponentials(x: np.ndarray) -> np.ndarray:
@@ -126,3 +127,14 @@ def test_where_nothing_can_be_written_it_is_compiled_without_a_cache(monkeypatch
 
     monkeypatch.setattr(compiled, "njit", nowhere)
     assert compiled.compiled(lambda x: x + 1)(2) == 3
+
+
+def test_llvmlite_is_hidden_from_vllm_and_still_compiles():
+    """What vLLM's start does to each object of each module, once numba is imported."""
+    from llvmlite.binding import ffi
+
+    hide_llvmlite()
+    hide_llvmlite()
+    values = [value for value in vars(ffi).values() if hasattr(value, "__dict__")]
+    assert values and all(vars(value).get("kernel") is None for value in values)
+    assert compiled.compiled(lambda x: 2 * x + 1)(3) == 7

@@ -34,7 +34,7 @@ from grpo.data_types import Episode
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.vllm_memory import MemoryPlan
 from grpo.engines.vllm_sync import CANARY_LENGTH, check_canary
-from grpo.engines.vllm_tensors import named_weights, repack_heads
+from grpo.engines.vllm_tensors import hide_llvmlite, named_weights, repack_heads
 from grpo.model import Policy, one_line
 from grpo.sampling import SamplingConfig, random_stream
 
@@ -101,6 +101,7 @@ class VllmEngine:
         self._ids: dict[Key, tuple[int, ...]] = {}  # the conversation of each live episode
         self._folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         policy.model.config.save_pretrained(self._folder.name)
+        hide_llvmlite()
         try:
             with _settings_kept():
                 self.llm = vllm.LLM(self._folder.name, **self._options(slots))
