@@ -120,8 +120,8 @@ def _checksums_there(
 
 
 def hide_llvmlite() -> None:
-    """vLLM 0.32 on a CPU looks into the `__dict__` of every object of every module. llvmlite's library object, which numba
-    brings, answers each name with a function, this one too, and vLLM would fail on it."""
+    """vLLM 0.32 on a CPU looks into the `__dict__` of every object of every module. llvmlite's library object, which
+    numba brings, answers each name with a function, this one too, and vLLM would fail on it."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None or not hasattr(ffi.lib, "__dict__"):
         return
