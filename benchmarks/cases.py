@@ -37,7 +37,6 @@ class Case:
     prompt: int = 0
     """Tokens of a prompt, about; 0: whatever the environment's texts need."""
     model: dict[str, Any] = field(default_factory=dict)
-    microbatch_tokens: int = 8192
     temperature: float = 1.0
     beta: float = 0.2
     learning_rate: float = 1e-4

@@ -39,7 +39,6 @@ def make_trainer(case: Case, model: str, device: str) -> Trainer:
             learning_rate=case.learning_rate,
             lr_schedule="constant",
             warmup_steps=0,
-            microbatch_tokens=case.microbatch_tokens,
         )
     )
     policy = load_policy(config.model)
@@ -86,7 +85,7 @@ def main() -> None:
                 "dtype": "float32",
                 "loss": describe(trainer.policy, trainer.config.loss),
                 "packing": f"unique tokens, {len(packing.prefix)} in every prompt" if packing.packed else "padded rows",
-                "microbatch_tokens": case.microbatch_tokens,
+                "microbatch_tokens": trainer.config.optim.microbatch_tokens,
             },
             "resident_bytes": process_memory("self", "VmRSS"),
         }

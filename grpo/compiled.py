@@ -175,7 +175,8 @@ def draw(logits, uniform, inverse_temperature, block_size, tokens, logprobs):
             blocks[b] = total
             if total > 0:
                 last = b
-        rest = uniform[i] * blocks.sum()
+        whole = blocks.sum()
+        rest = uniform[i] * whole
         block = 0
         while block < last and rest >= blocks[block]:
             rest -= blocks[block]
@@ -188,4 +189,4 @@ def draw(logits, uniform, inverse_temperature, block_size, tokens, logprobs):
                 if rest < 0:
                     break
         tokens[i] = token
-        logprobs[i] = (row[token] - maximum) * np.float32(inverse_temperature) - np.float32(np.log(blocks.sum()))
+        logprobs[i] = (row[token] - maximum) * np.float32(inverse_temperature) - np.float32(np.log(whole))

@@ -208,7 +208,7 @@ class _TreeAttention(torch.autograd.Function):
         of_queries = [x.split(own, 2) for x in (grad, query, output, lse)]
         of_keys = [x[:, :, start:].split(own, 2) for x in (key, value)]
         parts = zip(*of_queries, *of_keys)
-        found = [_block_backward(g, q, o, lse, k, v, True, ctx.scaling) for g, q, o, lse, k, v in parts]
+        found = [_block_backward(g, q, o, own_lse, k, v, True, ctx.scaling) for g, q, o, own_lse, k, v in parts]
         grad_query, *grad_keys = (torch.cat(each, 2) for each in zip(*found))
         grad_key, grad_value = (F.pad(each, (0, 0, start, 0)) if start else each for each in grad_keys)
         for keys, queries in dense:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from grpo import compiled
-from grpo.engines.vllm_tensors import hide_llvmlite
+from grpo.engines.vllm_numba import hide_llvmlite
 
 
 def exponentials(x: np.ndarray) -> np.ndarray:

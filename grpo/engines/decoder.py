@@ -53,19 +53,19 @@ class Decoder:
         known = bool(layers) and all(map(_is_known, layers)) and _is_of_transformers(model)
         return cls(model) if known and model.get_output_embeddings() is not None else None
 
-    def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
-        """Logits [N - unread, V] of all tokens but the first `unread`; ids and positions [N] int64."""
+    def __call__(self, ids: Tensor, cache: SlotCache, layout: Layout) -> Tensor:
+        """Logits [M, V] of the last M tokens; ids [N] int64."""
         x = self.body.embed_tokens(ids)  # [N, D]
-        cos, sin = self.body.rotary_emb(x, positions[None])  # [1, N, d]
+        cos, sin = self.body.rotary_emb(x, layout.positions[None])  # [1, N, d]
         if self._is_small(x, cache, layout):
-            return self._compiled(x, cos[0], sin[0], cache, layout, unread)
+            return self._compiled(x, cos[0], sin[0], cache, layout)
         # rotate_half negates one half and swaps the two; the sign goes to the sines, once for all layers.
         first, second = sin.chunk(2, -1)
         cos, sin = cos[0, :, None], torch.cat([-first, second], -1)[0, :, None]  # [N, 1, d]
         for index, layer in enumerate(self.body.layers):
             attention = _attention(layer.self_attn, layer.input_layernorm.forward(x), cos, sin, cache, layout)
             if index == len(self.body.layers) - 1:
-                x, attention = x[unread:], attention[unread:]
+                x, attention = x[layout.unread :], attention[layout.unread :]
             x = x + layer.self_attn.o_proj.forward(attention)
             h, mlp = layer.post_attention_layernorm.forward(x), layer.mlp
             x = x + mlp.down_proj.forward(F.silu(mlp.gate_proj.forward(h)).mul_(mlp.up_proj.forward(h)))
@@ -77,7 +77,7 @@ class Decoder:
         weight = self.body.norm.weight
         return few and x.device.type == "cpu" and x.dtype == cache.dtype == weight.dtype == torch.float32
 
-    def _compiled(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
+    def _compiled(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache, layout: Layout) -> Tensor:
         """The same by `compiled`'s functions. Each layer's last sum is left to the next one's norm."""
         from grpo import compiled  # here, as numba takes half a second to import
 
@@ -99,12 +99,11 @@ class Decoder:
             if hasattr(attention, "q_norm"):
                 weights = tuple(_copied(each.weight) for each in (attention.q_norm, attention.k_norm))
                 eps = attention.q_norm.variance_epsilon
-            pools = tuple(
-                pool.numpy() for pool in cache.layer(attention.layer_idx, key.shape[1], key.shape[2], x.device)
-            )
+            pools = [pool.numpy() for pool in cache.layer(attention.layer_idx, key.shape[1], key.shape[2])]
             compiled.write(query, key, value, *weights, eps, cosines, sines, rows, positions, *pools)
             if layer is self.body.layers[-1]:
-                x, query, rows, positions = x[unread:], query[unread:], rows[unread:], positions[unread:]
+                x = x[layout.unread :]
+                query, rows, positions = (each[layout.unread :] for each in (query, rows, positions))
             mixed = torch.empty(query.shape)
             compiled.attend(query, *pools, rows, positions, twins, attention.scaling, mixed.numpy())
             change = attention.o_proj.forward(mixed.flatten(1)).numpy()
@@ -147,20 +146,20 @@ def _attention(module: Any, h: Tensor, cos: Tensor, sin: Tensor, cache: SlotCach
 class OwnForward:
     """The same by the model's own forward, which is given the cache and an attention function."""
 
-    few_tokens = 0  # as many go another way
+    few_tokens = 0  # asks nobody: there is one way for all
 
     def __init__(self, model: Any):
         self.model, self.config = model, model.config.get_text_config()
 
-    def __call__(self, ids: Tensor, positions: Tensor, cache: SlotCache, layout: Layout, unread: int) -> Tensor:
+    def __call__(self, ids: Tensor, cache: SlotCache, layout: Layout) -> Tensor:
         """As `Decoder`'s."""
         with self._sampling(ATTENTION_NAME):
             return self.model(
                 input_ids=ids[None],
-                position_ids=positions[None],
+                position_ids=layout.positions[None],
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=len(ids) - unread,
+                logits_to_keep=sum(layout.counts),
                 slot_layout=layout,
             ).logits[0]
 

@@ -82,6 +82,11 @@ class Layout:
     shared: int = 0  # leading positions that hold the same in all n rows, and are read from the first
     prompts: Sequence[tuple[int, ...]] = ()  # of each row the first prompt
 
+    @property
+    def unread(self) -> int:
+        """Tokens before the last M."""
+        return len(self.rows) - sum(self.counts)
+
     @cached_property
     def chunks(self) -> list[tuple[int, int, int, torch.Tensor]]:
         """The spans with their masks: (start, stop, row, mask [1, 1, q, K_row])."""
@@ -101,7 +106,7 @@ class Layout:
     def row_mask(self) -> torch.Tensor:
         """[n, 1, w, K - shared], 0 where a token attends and -inf elsewhere."""
         columns = torch.arange(self.shared, round_up(self.longest), device=self.rows.device)
-        last = self.grid.spread(self.positions[len(self.positions) - sum(self.counts) :])  # [n, w]
+        last = self.grid.spread(self.positions[self.unread :])  # [n, w]
         return self._additive(columns <= last[:, None, :, None])
 
     @property
@@ -153,17 +158,17 @@ class SlotCache(Cache):
         """transformers' call: [1, H_kv, N, d] states to their places; the whole pools, for `slot_attention` to read."""
         return self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
-    def layer(self, layer: int, heads: int, d: int, device: torch.device) -> list[torch.Tensor]:
+    def layer(self, layer: int, heads: int, d: int) -> list[torch.Tensor]:
         """The pools of a layer, keys and values, [rows, heads, capacity, d]."""
         if layer not in self.pools:
             # Zeros, not empty: masked positions get weight 0, and 0 times a stray NaN would still be NaN.
             shape = self.num_rows, heads, self.capacity, d
-            self.pools[layer] = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)]
+            self.pools[layer] = [torch.zeros(shape, dtype=self.dtype, device=self.rows.device) for _ in range(2)]
         return self.pools[layer]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this forward's keys and values [N, H_kv, d] to their places; returns the layer's pools."""
-        key_pool, value_pool = self.layer(layer, keys.shape[1], keys.shape[2], keys.device)
+        key_pool, value_pool = self.layer(layer, keys.shape[1], keys.shape[2])
         for pool, states in ((key_pool, keys), (value_pool, values)):
             _, heads, capacity, d = pool.shape
             pool.view(-1, d).index_copy_(0, self._lines(heads, capacity), states.reshape(-1, d).to(self.dtype))

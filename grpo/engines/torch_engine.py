@@ -248,7 +248,6 @@ class TorchEngine:
             if row.cached < len(row.ids) - 1:
                 spans.append((len(ids), len(ids) + len(row.ids) - 1 - row.cached, index, row.cached))
                 feed(index, row.ids[row.cached : -1], row.cached)
-        unread = len(ids)
         for index, row in enumerate(self._rows):
             feed(index, [row.ids[-1], *row.draft], len(row.ids) - 1)
         longest = max(positions) + 1
@@ -265,7 +264,7 @@ class TorchEngine:
             prompts=[row.first_prompt for row in self._rows],
         )
         with self._autocast():
-            logits = self._decode(table[0], table[2], self.cache, layout, unread)
+            logits = self._decode(table[0], self.cache, layout)
         for row in self._rows:
             row.cached = len(row.ids)
         return logits

@@ -33,8 +33,9 @@ from grpo.config import UsageError
 from grpo.data_types import Episode
 from grpo.engines import Key, TurnOutput, TurnRequest
 from grpo.engines.vllm_memory import MemoryPlan
+from grpo.engines.vllm_numba import hide_llvmlite
 from grpo.engines.vllm_sync import CANARY_LENGTH, check_canary
-from grpo.engines.vllm_tensors import hide_llvmlite, named_weights, repack_heads
+from grpo.engines.vllm_tensors import named_weights, repack_heads
 from grpo.model import Policy, one_line
 from grpo.sampling import SamplingConfig, random_stream
 

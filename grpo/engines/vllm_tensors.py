@@ -5,7 +5,6 @@ Nothing here imports vLLM, or anything but torch: a `vllm serve` of its own uses
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -117,19 +116,3 @@ def _checksums_there(
         answer = module.quant_method.apply(module, probe(shape[1], tensor.device).to(tensor.dtype)[None], None)
         found.append((answer[0].float(), tensor.dtype))
     return found
-
-
-def hide_llvmlite() -> None:
-    """vLLM 0.32 on a CPU looks into the `__dict__` of every object of every module. llvmlite's library object, which
-    numba brings, answers each name with a function, this one too, and vLLM would fail on it."""
-    ffi = sys.modules.get("llvmlite.binding.ffi")
-    if ffi is None or not hasattr(ffi.lib, "__dict__"):
-        return
-    kind, answer = type(ffi.lib), type(ffi.lib).__getattr__
-
-    def answer_but_one(library: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return answer(library, name)
-
-    kind.__getattr__ = answer_but_one
